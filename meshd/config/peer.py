@@ -15,16 +15,32 @@ Role = Literal["stage", "seed"]
 class PeerConfig(Table):
     """One daemon on one machine."""
 
-    state_dir: Path = Field(Path("~/.local/state/meshd"), description="identity, snapshots, caches of this peer")
-    role: Role = Field("stage", description="`stage` computes; `seed` bootstraps others and keeps checkpoints")
-    stage: int | None = Field(None, ge=0, description="stage to hold; left out: chosen from the swarm's state")
+    state_dir: Path = Field(
+        Path("~/.local/state/meshd"), description="identity, snapshots, caches of this peer"
+    )
+    role: Role = Field(
+        "stage", description="`stage` computes; `seed` bootstraps others and keeps checkpoints"
+    )
+    stage: int | None = Field(
+        None, ge=0, description="stage to hold; left out: chosen from the swarm's state"
+    )
     name: str = Field("", max_length=64, description="for people; left out: host name")
     listen: str = Field("127.0.0.1", description="address that gRPC and the DHT listen on")
     announce: str | None = Field(None, description="address that others dial; left out: `listen`")
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one")
     dht_port: int = Field(0, ge=0, le=65535, description="libp2p port; 0 takes a free one")
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="`auto`, `cpu`, `cuda` or `cuda:N`")
-    threads: int = Field(0, ge=0, le=1024, description="torch threads; 0: all cores of this process's affinity")
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_format: Literal["console", "json"] = "console"
-    drain_s: float = Field(20.0, ge=0.0, description="on shutdown, seconds to finish or hand back microbatches")
+    device: str = Field(
+        "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="`auto`, `cpu`, `cuda` or `cuda:N`"
+    )
+    threads: int = Field(
+        0, ge=0, le=1024, description="torch threads; 0: all cores of this process's affinity"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least severe event that is logged"
+    )
+    log_format: Literal["console", "json"] = Field(
+        "console", description="`json`: one object a line, for machines"
+    )
+    drain_s: float = Field(
+        20.0, ge=0.0, description="on shutdown, seconds to finish or hand back microbatches"
+    )

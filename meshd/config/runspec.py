@@ -25,7 +25,9 @@ class Table(BaseModel):
 class ModelSpec(Table):
     """The base model and how it is cut."""
 
-    source: str = Field(description="`packaged:smollm2-135m`, `hub:ORG/NAME`, or a local directory with safetensors")
+    source: str = Field(
+        description="`packaged:smollm2-135m`, `hub:ORG/NAME`, or a local directory with safetensors"
+    )
     revision: str | None = Field(None, description="hub revision (branch, tag or commit); hub sources only")
     stages: int = Field(2, ge=1, le=256, description="number of pipeline stages")
     cut: list[int] | None = Field(
@@ -38,7 +40,8 @@ class ModelSpec(Table):
         "them as they are; `auto` takes the measured default. No effect on a model with untied embeddings",
     )
     weights_from: Literal["peers", "source"] = Field(
-        "peers", description="where a joiner takes base weights and tokenizer: from peers, or from `source` itself"
+        "peers",
+        description="where a joiner takes base weights and tokenizer: from peers, or from `source` itself",
     )
 
 
@@ -49,7 +52,8 @@ class DataSpec(Table):
         "text", description="`text`: continue documents; `sft`: jsonl of prompt/response or chat messages"
     )
     sources: list[str] = Field(
-        min_length=1, description="files, directories, globs (.txt, .md, .jsonl, ...), or `hf:NAME[:CONFIG]`"
+        min_length=1,
+        description="files, directories, globs (.txt, .md, .jsonl, ...), `hf:NAME[:CONFIG]` or `packaged:NAME`",
     )
     text_field: str = Field("text", description="field of a jsonl or Hugging Face row that holds the text")
     seq_len: int = Field(256, ge=8, le=131_072, description="tokens per sequence")
@@ -69,34 +73,44 @@ class DataSpec(Table):
 class OptimSpec(Table):
     """The inner optimizer. One inner step happens per `inner_batch` sequences over all replicas of a stage."""
 
-    kind: Literal["adamw"] = "adamw"
+    kind: Literal["adamw"] = Field("adamw", description="AdamW; its moments stay with the peer")
     lr: float = Field(2e-5, gt=0.0, le=1.0, description="peak learning rate")
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0.0)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.95), description="decay of AdamW's first and second moment"
+    )
+    eps: float = Field(1e-8, gt=0.0, description="added to the root of the second moment")
     weight_decay: float = Field(0.0, ge=0.0, description="decoupled; not applied to vectors (norms, biases)")
     schedule: Literal["constant", "cosine", "linear"] = Field("cosine", description="shape after the warm-up")
-    warmup_steps: int = Field(10, ge=0)
+    warmup_steps: int = Field(10, ge=0, description="inner steps over which the rate rises linearly to `lr`")
     min_lr_ratio: Fraction = Field(0.1, description="the schedule's end as a share of `lr`")
     clip: float = Field(1.0, ge=0.0, description="gradient norm per stage; 0 switches clipping off")
     inner_batch: int = Field(
-        32, ge=1, description="sequences per inner step, over all replicas; batch_tokens = inner_batch * seq_len"
+        32,
+        ge=1,
+        description="sequences per inner step, over all replicas; batch_tokens = inner_batch * seq_len",
     )
     max_lag: int = Field(
-        8, ge=0, description="a microbatch whose weights are older than this many steps on its way back is dropped"
+        8,
+        ge=0,
+        description="a microbatch whose weights are older than this many steps on its way back is dropped",
     )
 
 
 class BoundarySpec(Table):
     """Codec of one boundary (or of all), by direction."""
 
-    forward: str = Field("dense", description="codec of activations: `dense` (bf16), `dense32` (fp32), `int8`")
+    forward: str = Field(
+        "dense", description="codec of activations: `dense` (bf16), `dense32` (fp32), `int8`"
+    )
     backward: str = Field("dense", description="codec of gradients, same names")
 
 
 class WireSpec(BoundarySpec):
     """Codecs on the wire; `boundary.N` overrides boundary N (between stage N and N + 1)."""
 
-    boundary: dict[int, BoundarySpec] = Field(default_factory=dict)
+    boundary: dict[int, BoundarySpec] = Field(
+        default_factory=dict, description="codecs of boundary N, between stage N and N + 1"
+    )
 
 
 class GossipSpec(Table):
@@ -117,12 +131,18 @@ class AnchorSpec(Table):
 class PipelineSpec(Table):
     """Flow of microbatches."""
 
-    in_flight: int = Field(0, ge=0, le=1024, description="microbatches an injector keeps in flight; 0: two per stage")
+    in_flight: int = Field(
+        0, ge=0, le=1024, description="microbatches an injector keeps in flight; 0: two per stage"
+    )
     lockstep: bool = Field(
         False, description="drain the pipeline at every inner step: exact, slow; needs one replica per stage"
     )
-    recompute: bool = Field(True, description="recompute activations in backward; false keeps the graph in memory")
-    store_mb: int = Field(512, ge=1, description="encoded inputs that a peer may hold, MB; beyond it answers BUSY")
+    recompute: bool = Field(
+        True, description="recompute activations in backward; false keeps the graph in memory"
+    )
+    store_mb: int = Field(
+        512, ge=1, description="encoded inputs that a peer may hold, MB; beyond it answers BUSY"
+    )
 
 
 class SnapshotSpec(Table):
@@ -149,8 +169,10 @@ class StopSpec(Table):
 class RunSpec(Table):
     """One adaptation job, as its operator writes it."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="for people; part of the id")
-    seed: int = Field(0, ge=0, lt=2**63)
+    name: str = Field(
+        "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="for people; part of the id"
+    )
+    seed: int = Field(0, ge=0, lt=2**63, description="of everything random in the run: data order, dropout")
     model: ModelSpec
     data: DataSpec
     optim: OptimSpec = OptimSpec()
