@@ -50,7 +50,7 @@ def test_loads_values_and_defaults(tmp_path: Path) -> None:
         ("[stop]", "lr = 1e-4\n[stop]", "data.lr", 1e-4, "unknown field. Fix: did you mean `optim.lr`?"),
         ("[stop]", "zzz = 1\n[stop]", "data.zzz", 1, "known here: kind, sources"),
         ("[model]", "[optimizer]\nlr=1.0\n[model]", "optimizer", {"lr": 1.0}, "did you mean `optim`?"),
-        ("stages = 3", 'stages = "3"', "model.stages", "3", "wrong type: input should be a valid integer. Fix: give an integer, 1"),
+        ("stages = 3", 'stages = "3"', "model.stages", "3", "should be a valid integer. Fix: give an integer, 1"),
         ("stages = 3", "stages = 3.5", "model.stages", 3.5, "wrong type"),
         ("stages = 3", "stages = true", "model.stages", True, "wrong type"),
         ("stages = 3", "stages = 0", "model.stages", 0, "greater than or equal to 1"),
