@@ -21,6 +21,7 @@ class PeerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PEER_STATE_SYNCING: _ClassVar[PeerState]
     PEER_STATE_WORKING: _ClassVar[PeerState]
     PEER_STATE_DRAINING: _ClassVar[PeerState]
+    PEER_STATE_FINISHED: _ClassVar[PeerState]
 ROLE_UNSPECIFIED: Role
 ROLE_STAGE: Role
 ROLE_SEED: Role
@@ -30,6 +31,7 @@ PEER_STATE_JOINING: PeerState
 PEER_STATE_SYNCING: PeerState
 PEER_STATE_WORKING: PeerState
 PEER_STATE_DRAINING: PeerState
+PEER_STATE_FINISHED: PeerState
 
 class RecordEnvelope(_message.Message):
     __slots__ = ("record", "public_key", "signature")
@@ -213,7 +215,7 @@ class LossPoint(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., loss: _Optional[float] = ..., time: _Optional[float] = ..., label_tokens: _Optional[int] = ...) -> None: ...
 
 class LinkMessage(_message.Message):
-    __slots__ = ("open", "offer", "answer", "chunk", "gradient", "eval_result", "drop", "cancel", "credit")
+    __slots__ = ("open", "offer", "answer", "chunk", "gradient", "eval_result", "drop", "cancel", "credit", "progress")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
@@ -223,6 +225,7 @@ class LinkMessage(_message.Message):
     DROP_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     open: LinkOpen
     offer: Offer
     answer: Answer
@@ -232,7 +235,8 @@ class LinkMessage(_message.Message):
     drop: Drop
     cancel: Cancel
     credit: Credit
-    def __init__(self, open: _Optional[_Union[LinkOpen, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., gradient: _Optional[_Union[Gradient, _Mapping]] = ..., eval_result: _Optional[_Union[EvalResult, _Mapping]] = ..., drop: _Optional[_Union[Drop, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ...) -> None: ...
+    progress: Progress
+    def __init__(self, open: _Optional[_Union[LinkOpen, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., gradient: _Optional[_Union[Gradient, _Mapping]] = ..., eval_result: _Optional[_Union[EvalResult, _Mapping]] = ..., drop: _Optional[_Union[Drop, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
 
 class LinkOpen(_message.Message):
     __slots__ = ("run_id", "protocol", "peer_id", "name", "hop", "incarnation")
@@ -373,7 +377,7 @@ class EvalResult(_message.Message):
     def __init__(self, id: _Optional[_Union[MicrobatchId, _Mapping]] = ..., hop: _Optional[int] = ..., loss_sum: _Optional[float] = ..., label_tokens: _Optional[int] = ...) -> None: ...
 
 class Drop(_message.Message):
-    __slots__ = ("id", "hop", "reason", "text")
+    __slots__ = ("id", "hop", "reason", "text", "partial")
     class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         REASON_UNSPECIFIED: _ClassVar[Drop.Reason]
@@ -396,11 +400,13 @@ class Drop(_message.Message):
     HOP_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    PARTIAL_FIELD_NUMBER: _ClassVar[int]
     id: MicrobatchId
     hop: int
     reason: Drop.Reason
     text: str
-    def __init__(self, id: _Optional[_Union[MicrobatchId, _Mapping]] = ..., hop: _Optional[int] = ..., reason: _Optional[_Union[Drop.Reason, str]] = ..., text: _Optional[str] = ...) -> None: ...
+    partial: bool
+    def __init__(self, id: _Optional[_Union[MicrobatchId, _Mapping]] = ..., hop: _Optional[int] = ..., reason: _Optional[_Union[Drop.Reason, str]] = ..., text: _Optional[str] = ..., partial: bool = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("id", "hop")
@@ -409,6 +415,12 @@ class Cancel(_message.Message):
     id: MicrobatchId
     hop: int
     def __init__(self, id: _Optional[_Union[MicrobatchId, _Mapping]] = ..., hop: _Optional[int] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("committed",)
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    committed: _containers.RepeatedCompositeFieldContainer[Count]
+    def __init__(self, committed: _Optional[_Iterable[_Union[Count, _Mapping]]] = ...) -> None: ...
 
 class Credit(_message.Message):
     __slots__ = ("hop", "places")
@@ -431,7 +443,7 @@ class GossipMessage(_message.Message):
     def __init__(self, open: _Optional[_Union[GossipOpen, _Mapping]] = ..., chunk: _Optional[_Union[GossipChunk, _Mapping]] = ..., done: _Optional[_Union[GossipDone, _Mapping]] = ..., refusal: _Optional[_Union[GossipRefusal, _Mapping]] = ...) -> None: ...
 
 class GossipOpen(_message.Message):
-    __slots__ = ("run_id", "protocol", "peer_id", "stage", "exchange", "weight_version", "values", "payload_bytes", "committed", "watermark")
+    __slots__ = ("run_id", "protocol", "peer_id", "stage", "exchange", "weight_version", "values", "segment_bytes", "payload_bytes", "committed")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -439,9 +451,9 @@ class GossipOpen(_message.Message):
     EXCHANGE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
-    WATERMARK_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     protocol: int
     peer_id: str
@@ -449,10 +461,10 @@ class GossipOpen(_message.Message):
     exchange: int
     weight_version: int
     values: str
+    segment_bytes: int
     payload_bytes: int
     committed: _containers.RepeatedCompositeFieldContainer[Count]
-    watermark: int
-    def __init__(self, run_id: _Optional[str] = ..., protocol: _Optional[int] = ..., peer_id: _Optional[str] = ..., stage: _Optional[int] = ..., exchange: _Optional[int] = ..., weight_version: _Optional[int] = ..., values: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., committed: _Optional[_Iterable[_Union[Count, _Mapping]]] = ..., watermark: _Optional[int] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., protocol: _Optional[int] = ..., peer_id: _Optional[str] = ..., stage: _Optional[int] = ..., exchange: _Optional[int] = ..., weight_version: _Optional[int] = ..., values: _Optional[str] = ..., segment_bytes: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., committed: _Optional[_Iterable[_Union[Count, _Mapping]]] = ...) -> None: ...
 
 class GossipChunk(_message.Message):
     __slots__ = ("offset", "data")
@@ -463,10 +475,12 @@ class GossipChunk(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class GossipDone(_message.Message):
-    __slots__ = ("checksum",)
+    __slots__ = ("segment", "checksum")
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    segment: int
     checksum: int
-    def __init__(self, checksum: _Optional[int] = ...) -> None: ...
+    def __init__(self, segment: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class GossipRefusal(_message.Message):
     __slots__ = ("reason", "busy")

@@ -216,7 +216,7 @@ class PipelineServicer(object):
     """
 
     def Link(self, request_iterator, context):
-        """Opened by the upstream neighbour, kept open. Upstream sends LinkOpen first; then Offer, Chunk, Cancel.
+        """Opened by the upstream neighbour, kept open. Upstream sends LinkOpen first; then Offer, Chunk, Cancel, Progress.
         Downstream sends Answer, Gradient, Chunk, EvalResult, Drop, Credit.
         Either side may end the stream: then all that is in flight on it is lost to the other side, which sends it
         elsewhere (upstream) or discards it (downstream).
@@ -298,8 +298,9 @@ class GossipServicer(object):
     """
 
     def Exchange(self, request_iterator, context):
-        """One pairwise exchange, opened by either replica: GossipOpen both ways, then both send their values in chunks,
-        then GossipDone both ways. A side moves only after it has both all values and the other's Done.
+        """One pairwise exchange, opened by either replica: GossipOpen both ways, then segment by segment: both send the
+        segment's values in chunks, then GossipDone when they have the other's. A side moves a segment only after it has
+        the other's Done for it: a break leaves at most one segment moved on one side alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

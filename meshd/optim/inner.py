@@ -1,0 +1,104 @@
+"""The inner optimizer of one stage: accumulate by tokens, skip what is not finite, clip, AdamW.
+
+Gradients are accumulated as sums over label tokens and divided by their number at the step, so that a step is the
+mean over its tokens, whatever the microbatches' sizes (DESIGN section 2.6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from meshd.config.runspec import OptimSpec
+from meshd.errors import MismatchError
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What an inner step did. norm: gradient norm before clipping, of the mean gradient. skipped: nothing was
+    changed, because the gradient was not finite."""
+
+    tokens: int
+    norm: float
+    lr: float
+    skipped: bool
+
+
+class InnerOptimizer:
+    """AdamW over a stage's trainable parameters, by their whole-model names."""
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], spec: OptimSpec) -> None:
+        self._spec = spec
+        self._parameters = dict(parameters)
+        # Weight decay pulls matrices toward zero; on norms' gains and biases it only does harm.
+        matrices = [p for p in self._parameters.values() if p.dim() >= 2]
+        vectors = [p for p in self._parameters.values() if p.dim() < 2]
+        groups = [
+            {"params": matrices, "weight_decay": spec.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True
+        )
+        self._tokens = 0
+
+    @property
+    def tokens(self) -> int:
+        """Label tokens accumulated since the last step."""
+        return self._tokens
+
+    def added(self, tokens: int) -> None:
+        """A backward pass has added the sum over `tokens` label tokens to the parameters' gradients."""
+        self._tokens += tokens
+
+    def discard(self) -> int:
+        """Throw the accumulated gradient away. Returns the tokens lost."""
+        lost, self._tokens = self._tokens, 0
+        self._adamw.zero_grad(set_to_none=False)
+        return lost
+
+    def step(self, lr: float) -> StepReport:
+        """One step on the mean of what was added; the accumulator is empty after."""
+        tokens = self._tokens
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        if tokens == 0 or not gradients:
+            return StepReport(0, 0.0, lr, skipped=True)
+        norm = torch.nn.utils.get_total_norm(gradients).item() / tokens
+        if norm != norm or norm == float("inf"):
+            self.discard()
+            return StepReport(tokens, norm, lr, skipped=True)
+        scale = 1.0 / tokens
+        if self._spec.clip and norm > self._spec.clip:
+            scale *= self._spec.clip / norm
+        torch._foreach_mul_(gradients, scale)
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.step()
+        # Zeroed, not freed: the memory is needed again within the second, and fragments less.
+        self._adamw.zero_grad(set_to_none=False)
+        self._tokens = 0
+        return StepReport(tokens, norm, lr, skipped=False)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """AdamW's moments as `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME`; empty before the first step."""
+        out = {}
+        for name, parameter in self._parameters.items():
+            for key, value in self._adamw.state.get(parameter, {}).items():
+                out[f"{key}/{name}"] = value
+        return out
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over moments from `state()` of a peer with the same stage. Raises MismatchError naming the tensor."""
+        for key_name, value in state.items():
+            key, _, name = key_name.partition("/")
+            parameter = self._parameters.get(name)
+            if parameter is None or key not in ("exp_avg", "exp_avg_sq", "step"):
+                raise MismatchError(f"optimizer state {key_name!r} belongs to no parameter of this stage")
+            if key != "step" and value.shape != parameter.shape:
+                raise MismatchError(
+                    f"optimizer state {key_name!r} has shape {list(value.shape)}, expected {list(parameter.shape)}"
+                )
+            device = torch.device("cpu") if key == "step" and parameter.device.type == "cpu" else parameter.device
+            self._adamw.state[parameter][key] = value.to(device=device, dtype=torch.float32, copy=True)

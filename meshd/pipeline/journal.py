@@ -1,0 +1,102 @@
+"""The origin's journal: one line per injection and per end of a microbatch, so that a peer killed at any moment knows
+at its next start what it had out and where its data stands (DESIGN section 2.5, case C25).
+
+Lines: `I item`, `C sequence tokens`, `D sequence partial`, each ended by a newline; a last line without one was torn
+by the crash and is ignored. The first line `B injected committed dropped partial tokens next_sequence next_item`
+carries the sums of what was compacted away; `R item` lines after it name data that is to go out again.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from meshd.errors import DataError, ResourceError
+from meshd.pipeline.ledger import Balance, OriginLedger
+
+
+class Journal:
+    """An OriginLedger whose every change is on disk before the call returns (in the page cache: it survives the
+    process, not the machine's power).
+
+    Opening it drops what was in flight when the last incarnation ended: nobody can answer it any more.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.ledger = _replay(path)
+        for sequence in list(self.ledger.open_items):
+            # Some stage may have added it: the origin that could have been told is gone.
+            self.ledger.drop(sequence, partial=True)
+        self._file = self._compact()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._file.close()
+
+    def inject(self, item: int) -> int:
+        self._write(f"I {item}\n")
+        return self.ledger.inject(item)
+
+    def commit(self, sequence: int, tokens: int) -> None:
+        self.ledger.commit(sequence, tokens)
+        self._write(f"C {sequence} {tokens}\n")
+
+    def drop(self, sequence: int, partial: bool) -> int:
+        item = self.ledger.drop(sequence, partial)
+        self._write(f"D {sequence} {int(partial)}\n")
+        return item
+
+    def _write(self, line: str) -> None:
+        try:
+            self._file.write(line.encode())
+        except OSError as error:
+            raise ResourceError(f"cannot write the journal {self._path}: {error}. Free space and start again") from error
+
+    def _compact(self) -> IO[bytes]:
+        """Rewrite as sums, so that the file does not grow over restarts."""
+        ledger, b = self.ledger, self.ledger.balance()
+        sums = (b.injected, b.committed, b.dropped, b.partial, b.tokens, ledger.next_sequence, ledger.next_item)
+        lines = ["B " + " ".join(map(str, sums))] + [f"R {item}" for item in ledger.returned]
+        fresh = self._path.with_suffix(".new")
+        try:
+            with open(fresh, "wb") as file:
+                file.write(("\n".join(lines) + "\n").encode())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(fresh, self._path)
+            return open(self._path, "ab", buffering=0)
+        except OSError as error:
+            raise ResourceError(f"cannot write the journal {self._path}: {error}. Check space and permissions") from error
+
+
+def _replay(path: Path) -> OriginLedger:
+    ledger = OriginLedger()
+    if not path.exists():
+        return ledger
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            kind, *fields = line.decode().split()
+            values = [int(field) for field in fields]
+            if kind == "B":
+                injected, committed, dropped, partial, tokens, next_sequence, next_item = values
+                start = Balance(injected, committed, dropped, partial, 0, tokens)
+                ledger = OriginLedger(start, next_sequence, next_item)
+            elif kind == "R":
+                ledger.returned.append(*values)
+            elif kind == "I":
+                ledger.inject(*values)
+            elif kind == "C":
+                ledger.commit(*values)
+            elif kind == "D":
+                sequence, partial = values
+                ledger.drop(sequence, bool(partial))
+            else:
+                raise ValueError(f"unknown kind {kind!r}")
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{path}, line {number}: {error}. Move the file away to start a new journal") from error
+    return ledger

@@ -1,0 +1,102 @@
+"""Which replica of the next stage gets a microbatch. Pure: clock and randomness come in.
+
+Replicas are ordered by virtual finish time (DESIGN section 6): what they still owe us, at the pace that they have
+shown us. Nothing is read from declarations.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+# Weight of the newest observation in a replica's pace.
+_EWMA = 0.2
+# A replica that failed is left alone for this long, doubled at every failure in a row.
+_FIRST_PENALTY_S = 1.0
+_LONGEST_PENALTY_S = 60.0
+# BUSY without a later Credit (it may have been lost with a stream): ask again after so long.
+_BUSY_S = 2.0
+
+
+@dataclass
+class _Replica:
+    in_flight: int = 0
+    service_s: float | None = None  # from sending to result, divided by what was in flight
+    busy_until: float = 0.0
+    failures: int = 0
+    failed_until: float = 0.0
+
+
+class Router:
+    """Pace, load and failures of the replicas that one peer sends to. Times are monotonic seconds."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._replicas: dict[str, _Replica] = {}
+
+    def _of(self, peer: str) -> _Replica:
+        return self._replicas.setdefault(peer, _Replica())
+
+    def order(self, peers: Iterable[str], now: float) -> list[str]:
+        """Those of `peers` that may be asked now, best first: earliest virtual finish, ties at random.
+
+        A replica whose pace is not known yet counts as fast as the fastest known: it is tried early, and its pace
+        becomes known.
+        """
+        usable = [
+            (peer, self._of(peer))
+            for peer in peers
+            if self._of(peer).busy_until <= now and self._of(peer).failed_until <= now
+        ]
+        known = [replica.service_s for _, replica in usable if replica.service_s is not None]
+        default = min(known, default=1.0)
+
+        def finish(item: tuple[str, _Replica]) -> tuple[float, float]:
+            replica = item[1]
+            pace = default if replica.service_s is None else replica.service_s
+            return (replica.in_flight + 1) * pace, self._rng.random()
+
+        return [peer for peer, _ in sorted(usable, key=finish)]
+
+    def sent(self, peer: str) -> None:
+        self._of(peer).in_flight += 1
+
+    def returned(self, peer: str, elapsed_s: float) -> None:
+        """A result came back `elapsed_s` after it was sent."""
+        replica = self._of(peer)
+        pace = elapsed_s / max(1, replica.in_flight)
+        replica.in_flight = max(0, replica.in_flight - 1)
+        replica.service_s = pace if replica.service_s is None else (1 - _EWMA) * replica.service_s + _EWMA * pace
+        replica.failures = 0
+
+    def lost(self, peer: str, now: float) -> None:
+        """What was sent did not come back: the peer failed, or its stream did."""
+        replica = self._of(peer)
+        replica.in_flight = max(0, replica.in_flight - 1)
+        self.failed(peer, now)
+
+    def abandoned(self, peer: str) -> None:
+        """What was sent is no longer wanted; no blame."""
+        replica = self._of(peer)
+        replica.in_flight = max(0, replica.in_flight - 1)
+
+    def failed(self, peer: str, now: float) -> None:
+        """It could not be reached or broke off: set it aside for a growing time."""
+        replica = self._of(peer)
+        # Many microbatches are lost with one stream: that is one failure, not many.
+        if replica.failed_until > now:
+            return
+        replica.failures += 1
+        penalty = min(_LONGEST_PENALTY_S, _FIRST_PENALTY_S * 2.0 ** (replica.failures - 1))
+        replica.failed_until = now + penalty * (0.75 + 0.5 * self._rng.random())
+
+    def busy(self, peer: str, now: float) -> None:
+        self._of(peer).busy_until = now + _BUSY_S
+
+    def credit(self, peer: str) -> None:
+        """It has room again."""
+        self._of(peer).busy_until = 0.0
+
+    def in_flight(self, peer: str) -> int:
+        return self._of(peer).in_flight

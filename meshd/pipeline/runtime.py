@@ -1,0 +1,178 @@
+"""The arithmetic of one stage: forward, recomputed backward, the inner step, evaluation. Synchronous and without
+sockets: it runs in the device's thread (`meshd.pipeline.worker`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from meshd.config.runspec import ResolvedRun
+from meshd.data.microbatch import Microbatch
+from meshd.errors import MeshdError
+from meshd.model.loss import token_loss
+from meshd.model.stage import StageModel
+from meshd.optim.inner import InnerOptimizer, StepReport
+from meshd.optim.schedule import StepGate, learning_rate
+from meshd.wire import CodecContext, Frame, codec_named, decode
+from meshd.wire.codec import Direction
+
+# Evaluation crosses boundaries without loss, so that it is the loss of the exported model.
+EVALUATION_CODEC = "dense32"
+
+
+class StaleMicrobatch(MeshdError):
+    """Its weights are more than `max_lag` steps old on its way back."""
+
+
+class NonFinite(MeshdError):
+    """A loss or gradient is NaN or infinite."""
+
+
+@dataclass
+class Work:
+    """What a stage keeps of a microbatch between forward and backward: its encoded input, not its activations.
+
+    frame: None at the hop that embeds. version: weight version of the forward pass. graph: input and output with
+    their autograd graph, only when the run spec switches recomputation off.
+    """
+
+    batch: Microbatch
+    frame: Frame | None
+    seed: int
+    version: int = 0
+    graph: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What the swarm looked like when a gradient was added: it decides whether and how far to step."""
+
+    global_tokens: int
+    live_replicas: int
+
+
+@dataclass(frozen=True)
+class Returned:
+    """Result of a backward pass. gradient: for the previous hop, None at the hop that embeds."""
+
+    gradient: Frame | None
+    step: StepReport | None
+
+
+class StageRuntime:
+    """One stage's model and optimizer, and what is done with them."""
+
+    def __init__(self, run: ResolvedRun, model: StageModel, device: torch.device) -> None:
+        self.run, self.model, self.device = run, model, device
+        self.optimizer = InnerOptimizer(model.trainable(), run.spec.optim)
+        self.version = 0
+        self._gate = StepGate(run.spec.batch_tokens)
+        # With a ring, stage 0 sees a microbatch's gradient twice; its tokens count once, when they come back last.
+        self._counting_hop = min(hop.index for hop in model.hops)
+        self._hops = {hop.index: hop for hop in model.hops}
+        model.train()
+
+    def forward(self, hop: int, work: Work) -> Frame:
+        """Output of a hop that is not the head, encoded for the next one."""
+        work.version = self.version
+        keep = not self.run.spec.pipeline.recompute
+        with torch.set_grad_enabled(keep):
+            x, out = self._compute(hop, work, keep)
+        if keep:
+            work.graph = (x, out)
+        return self._encode(out, work, hop, "forward")
+
+    def head(self, hop: int, work: Work, pace: Pace) -> tuple[float, Returned]:
+        """Loss and the way back of the hop with the head, in one. Loss: mean over label tokens, nats.
+
+        Raises NonFinite before anything is added.
+        """
+        work.version = self.version
+        x, logits = self._compute(hop, work, True)
+        total = token_loss(logits, work.batch.labels.to(self.device), work.batch.label_mask.to(self.device))
+        loss = total.item() / work.batch.label_tokens
+        if not torch.isfinite(total):
+            raise NonFinite(f"the loss is {loss}")
+        total.backward()
+        return loss, self._added(hop, work, x, pace)
+
+    def backward(self, hop: int, work: Work, gradient: Frame, pace: Pace) -> Returned:
+        """Recompute the hop, back-propagate, add; step when this replica's share is full.
+
+        Raises StaleMicrobatch or NonFinite (nothing is added), MismatchError when the gradient does not decode.
+        """
+        lag = self.version - work.version
+        if lag > self.run.spec.optim.max_lag:
+            raise StaleMicrobatch(f"{lag} steps old, max_lag is {self.run.spec.optim.max_lag}")
+        context = self._context(work, hop, "backward")
+        incoming = decode(gradient, context, self.device)
+        if work.graph is not None:
+            x, out = work.graph
+            work.graph = None
+        else:
+            x, out = self._compute(hop, work, True)
+        # Frames carry the gradient of the mean loss; the accumulator holds sums over label tokens.
+        out.backward(incoming.to(out.dtype) * work.batch.label_tokens)
+        return self._added(hop, work, x, pace)
+
+    def _added(self, hop: int, work: Work, x: torch.Tensor, pace: Pace) -> Returned:
+        frame = None
+        if x.is_floating_point():
+            assert x.grad is not None
+            outgoing = x.grad / work.batch.label_tokens
+            if not bool(torch.isfinite(outgoing).all()):
+                # The parameters' gradients are poisoned with it, and cannot be told from those added before.
+                lost = self.optimizer.discard()
+                raise NonFinite(f"the gradient is not finite; {lost} accumulated tokens thrown away with it")
+            frame = self._encode(outgoing, work, hop - 1, "backward")
+        step = None
+        if hop == self._counting_hop:
+            tokens = work.batch.label_tokens
+            self.optimizer.added(tokens)
+            if self._gate.add(tokens, pace.live_replicas):
+                step = self._step(pace.global_tokens)
+        return Returned(frame, step)
+
+    def _step(self, global_tokens: int) -> StepReport:
+        spec = self.run.spec
+        lr = learning_rate(spec.optim, global_tokens // spec.batch_tokens, spec.total_steps)
+        report = self.optimizer.step(lr)
+        self.version += not report.skipped
+        return report
+
+    @torch.no_grad()
+    def evaluate(self, hop: int, work: Work, model: StageModel) -> Frame | tuple[float, int]:
+        """One hop of an evaluation with a frozen `model`: the next hop's input, or (summed loss, label tokens)."""
+        x = self._input(hop, work)
+        out = model(hop, x, self._starts(work))
+        if self._hops[hop].head:
+            labels, mask = work.batch.labels.to(self.device), work.batch.label_mask.to(self.device)
+            return token_loss(out, labels, mask).item(), work.batch.label_tokens
+        return codec_named(EVALUATION_CODEC).encode(out, self._context(work, hop, "forward"))
+
+    def _compute(self, hop: int, work: Work, gradient: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self._input(hop, work)
+        if gradient and x.is_floating_point():
+            x.requires_grad_(True)
+        # Forward and its recomputation must draw the same dropout (DESIGN section 2.7).
+        torch.manual_seed((work.seed + hop * 0x9E3779B97F4A7C15) % 2**63)
+        return x, self.model(hop, x, self._starts(work))
+
+    def _input(self, hop: int, work: Work) -> torch.Tensor:
+        if work.frame is None:
+            return work.batch.inputs.to(self.device)
+        return decode(work.frame, self._context(work, hop - 1, "forward"), self.device)
+
+    def _starts(self, work: Work) -> torch.Tensor | None:
+        starts = work.batch.document_starts
+        return None if starts is None else starts.to(self.device)
+
+    def _context(self, work: Work, boundary: int, direction: Direction) -> CodecContext:
+        return CodecContext(boundary, direction, work.batch.inputs, work.seed)
+
+    def _encode(self, tensor: torch.Tensor, work: Work, boundary: int, direction: Direction) -> Frame:
+        wire = self.run.spec.wire
+        codecs = wire.boundary.get(boundary, wire)
+        name = codecs.forward if direction == "forward" else codecs.backward
+        return codec_named(name).encode(tensor, self._context(work, boundary, direction))

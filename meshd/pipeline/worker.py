@@ -1,0 +1,78 @@
+"""The one thread that computes on a device.
+
+torch calls block; the event loop must not. One thread per device keeps its work in order without locks, and a
+priority keeps what frees memory (backward) ahead of what takes it (forward).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+# Lower runs first.
+BACKWARD, FORWARD, GOSSIP, BACKGROUND = 0, 1, 2, 3
+
+_Job = tuple[int, int, Callable[[], Any] | None, Future[Any] | None]
+
+
+class DeviceWorker:
+    """Runs functions one at a time in its own thread, by priority, then in order of arrival."""
+
+    def __init__(self, name: str = "device") -> None:
+        self._queue: queue.PriorityQueue[_Job] = queue.PriorityQueue()
+        self._order = itertools.count()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self.busy_s = 0.0
+
+    async def __aenter__(self) -> DeviceWorker:
+        self._thread.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        # Behind everything: what was asked for is finished first, unless its caller was cancelled.
+        self._queue.put((BACKGROUND + 1, next(self._order), None, None))
+        await asyncio.to_thread(self._thread.join)
+
+    @property
+    def waiting(self) -> int:
+        """Jobs in the queue."""
+        return self._queue.qsize()
+
+    async def run(self, call: Callable[[], T], priority: int = BACKGROUND) -> T:
+        """Run `call` in the device's thread; its result or exception is this coroutine's.
+
+        Cancelling takes a waiting job out of the queue; one that runs already runs to its end.
+        """
+        future: Future[T] = Future()
+        self._queue.put((priority, next(self._order), call, future))
+        return await asyncio.wrap_future(future)
+
+    def _work(self) -> None:
+        while True:
+            _, _, call, future = self._queue.get()
+            if call is None or future is None:
+                return
+            if not future.set_running_or_notify_cancel():
+                continue
+            began = time.perf_counter()
+            try:
+                result = call()
+            except BaseException as error:  # the caller's to handle, in its own task
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            # A job's references (tensors) must not live until the next job comes.
+            del call, future
+            result = None
+            self.busy_s += time.perf_counter() - began
