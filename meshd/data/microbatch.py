@@ -1,9 +1,9 @@
 """One microbatch of token ids, and its form on the wire (`Batch` in the proto).
 
 Ids are packed without gaps, `bits` = ceil(log2 vocabulary) each: bit j of id i is bit i * bits + j of the
-string, and bit n of the string is bit n % 8, least significant first, of byte n // 8. Masks are packed the same
-way, one bit per value, row after row. Unused bits of a last byte are zero, so that equal microbatches are equal
-bytes.
+string, and bit n of the string is bit n % 8, least significant first, of byte n // 8. Masks are packed the
+same way, one bit per value, row after row. Unused bits of a last byte are zero, so that equal microbatches are
+equal bytes.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Microbatch:
     def from_proto(cls, batch: pb.Batch, *, vocabulary: int, rows: int, columns: int) -> Microbatch:
         """Read the wire form of a microbatch that must have `rows` sequences of `columns` inputs.
 
-        Every size is compared with what the run says before anything is allocated. Raises MismatchError naming
-        the field: a message that fails here comes from a peer of another run, or from a broken or hostile one.
+        Every size is compared with what the run says before anything is allocated. Raises MismatchError that
+        names the field: a message that fails here comes from a peer of another run, or a broken or hostile one.
         """
         bits = id_bits(vocabulary)
         for field, found, expected in (
