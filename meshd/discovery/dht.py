@@ -1,0 +1,421 @@
+"""The Registry over a Kademlia DHT: hivemind's DHTNode in this event loop, on a p2pd process that is supervised.
+
+The node starts alone and then dials its bootstrap addresses one by one: so each that fails can be named, and none of
+them can keep the node from starting. Records live under one key per stage (and one for peers without a stage), the
+peer id as subkey; every node checks signature, key and end of a record before it stores or believes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from meshd.clock import Clock, SystemClock
+from meshd.discovery.addresses import PeerAddress, announced_hosts, by_peer, check_announce, presentable
+from meshd.discovery.p2pd import Endpoint, P2pd  # before hivemind: it sets what grpc reads at import
+from meshd.discovery.records import RecordBook, seal, withdrawn
+from meshd.discovery.validator import RecordValidator, dht_key
+from meshd.errors import NetworkError, ResourceError
+from meshd.identity import Identity
+from meshd.proto import meshd_pb2 as pb
+
+from hivemind.dht.node import DHTNode  # isort: skip
+from hivemind.dht.protocol import ValidationError  # isort: skip
+from hivemind.dht.routing import DHTID  # isort: skip
+from hivemind.p2p import PeerID  # isort: skip
+
+log = logging.getLogger(__name__)
+
+_MAX_KNOWN = 64  # peers met outside the DHT that are waiting to be dialled
+_MAX_FROM_RECORDS = 8  # peers dialled from old records when all else fails
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Bounds and intervals, seconds."""
+
+    call_s: float = 10.0  # one DHT read or write, whole
+    dial_s: float = 5.0  # one connection, and one ping over it
+    retry_s: float = 1.0  # first wait after a failure; doubles, with jitter
+    retry_max_s: float = 30.0
+    remix_s: float = 60.0  # between attempts to reach bootstrap addresses that the routing table lacks
+
+
+class DhtRegistry:
+    """Registry of one run for one peer. Make it with `start`, keep `run` running, end it with `close`."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        run_id: str,
+        endpoint: Endpoint,
+        bootstrap: Sequence[PeerAddress],
+        clock: Clock,
+        rng: random.Random,
+        timing: Timing,
+    ) -> None:
+        self._identity, self._run_id, self._endpoint = identity, run_id, endpoint
+        self._bootstrap = tuple(address for address in bootstrap if address.peer_id != identity.peer_id)
+        self._clock, self._rng, self._timing = clock, rng, timing
+        self._stages = 0
+        self._validator = RecordValidator(run_id, clock)
+        self._book = RecordBook()
+        self._p2pd: P2pd | None = None
+        self._node: DHTNode | None = None
+        self._maddrs: tuple[PeerAddress, ...] = ()
+        self._mine: pb.Record | None = None
+        self._known: dict[str, tuple[PeerAddress, ...]] = {}
+        self._failing: dict[str, str] = {}  # address group -> reason, at the last attempt
+        self._refreshed = False
+        self._searching = False  # whether the last attempt found peers to dial, and not all answered
+        self._up, self._joined = asyncio.Event(), asyncio.Event()
+        self._wake, self._closing = asyncio.Event(), asyncio.Event()
+
+    @classmethod
+    async def start(
+        cls,
+        identity: Identity,
+        run_id: str,
+        *,
+        endpoint: Endpoint,
+        bootstrap: Sequence[PeerAddress] = (),
+        stages: int = 0,
+        clock: Clock | None = None,
+        rng: random.Random | None = None,
+        timing: Timing | None = None,
+    ) -> DhtRegistry:
+        """Start p2pd and the DHT node, and try each bootstrap address once.
+
+        Unreachable bootstrap addresses are logged by name and tried again by `run`; meanwhile the node is alone
+        (`joined`, `problem`). stages: of the run, 0 while unknown. Raises ConfigError when the swarm cannot dial the
+        address that this peer would announce (C03), ResourceError when p2pd cannot start (C12: port, binary).
+        """
+        clock, timing = clock or SystemClock(), timing or Timing()
+        check_announce(announced_hosts(endpoint.listen, endpoint.announce), bootstrap, endpoint.announce)
+        self = cls(identity, run_id, endpoint, bootstrap, clock, rng or random.Random(), timing)
+        self.set_stages(stages)
+        await self._start_node()
+        try:
+            await self._dial_missing()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    # ---- Registry -------------------------------------------------------------------------------------------------
+
+    async def announce(self, record: pb.Record) -> None:
+        """See Registry. The record must outlive the one announced before: DHT nodes keep what lives longer."""
+        envelope = seal(record, self._identity)
+        self._mine = pb.Record()
+        self._mine.CopyFrom(record)
+        await self._store(record, envelope)
+
+    async def withdraw(self) -> None:
+        if self._mine is None:
+            return
+        gone, self._mine = withdrawn(self._mine), None
+        try:
+            # Ctrl-C reaches p2pd too, so it may just be on its way up again.
+            async with asyncio.timeout(self._timing.dial_s):
+                await self._up.wait()
+            await self._store(gone, seal(gone, self._identity))
+        except (NetworkError, TimeoutError) as error:
+            log.debug("record not taken back, it will expire: %s", error or self.problem)
+
+    async def refresh(self) -> Sequence[pb.Record]:
+        """See Registry. While the DHT is down, the peers known before."""
+        keys = [dht_key(self._run_id, stage) for stage in (-1, *range(max(1, self._stages)))]
+        try:
+            node = self._running()
+            async with asyncio.timeout(self._timing.call_s):
+                found = await node.get_many(keys, sufficient_expiration_time=math.inf)
+        except (NetworkError, TimeoutError) as error:
+            log.debug("DHT not read: %s", error or f"no result within {self._timing.call_s:.0f} s")
+            return self.peers
+        now = self._clock.time()
+        for entry in found.values():
+            if entry is not None and isinstance(entry.value, dict):
+                for value, _ in entry.value.values():
+                    self._take(value, now)
+        self._refreshed = True
+        for peer_id in self._seen():
+            self._known.pop(peer_id, None)
+        return self.peers
+
+    @property
+    def peers(self) -> Sequence[pb.Record]:
+        return self._book.live(self._clock.time(), without=self._identity.peer_id)
+
+    async def close(self) -> None:
+        """End the node and its process. Bounded in time, idempotent; `run` returns."""
+        self._closing.set()
+        await self._stop_node()
+
+    # ---- beyond Registry ------------------------------------------------------------------------------------------
+
+    def set_stages(self, stages: int) -> None:
+        """How many stages the run has, once known: the keys that `refresh` reads."""
+        self._stages = stages
+
+    @property
+    def joined(self) -> bool:
+        """Whether the routing table holds any other node."""
+        return self._node is not None and bool(self._node.protocol.routing_table.uid_to_peer_id)
+
+    async def wait_joined(self) -> None:
+        """Wait until a bootstrap address or known peer has answered. Needs `run` to be running."""
+        await self._joined.wait()
+
+    @property
+    def problem(self) -> str:
+        """What is wrong, in one line for status and doctor; empty when nothing is."""
+        if self._node is None:
+            return "the libp2p daemon is down, it is being started again"
+        return "; ".join(f"cannot reach {addresses}: {reason}" for addresses, reason in self._failing.items())
+
+    @property
+    def p2pd_pid(self) -> int | None:
+        return None if self._p2pd is None else self._p2pd.pid
+
+    @property
+    def port(self) -> int:
+        """The libp2p port, kept over restarts of p2pd."""
+        return self._endpoint.port
+
+    def maddrs(self) -> tuple[PeerAddress, ...]:
+        """Addresses of this peer for the swarm link and its record: the farthest-reaching first, at most 8."""
+        return self._maddrs
+
+    def known_peer(self, maddrs: Iterable[str]) -> None:
+        """Tell of a peer of this run that is met otherwise (gRPC), by the libp2p addresses in its record.
+
+        If the DHT view lacks it, it is dialled at once, so that two DHTs that do not know of each other merge (C01).
+        """
+        addresses = []
+        for maddr in maddrs:
+            with contextlib.suppress(ValueError):
+                addresses.append(PeerAddress.parse(maddr))
+        seen = self._seen()
+        for peer_id, group in by_peer(addresses).items():
+            if peer_id not in seen and peer_id not in self._known and len(self._known) < _MAX_KNOWN:
+                self._known[peer_id] = group
+                self._wake.set()
+
+    async def run(self) -> None:
+        """Keep p2pd alive and the node joined, until `close` or cancellation."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._supervise()), group.create_task(self._keep_joined())]
+            await self._closing.wait()
+            for task in tasks:
+                task.cancel()
+
+    # ---- the node -------------------------------------------------------------------------------------------------
+
+    async def _start_node(self) -> None:
+        p2pd = await P2pd.start(self._identity, self._endpoint)
+        try:
+            async with asyncio.timeout(self._timing.call_s):
+                node = await DHTNode.create(
+                    p2p=p2pd.p2p,
+                    node_id=DHTID.generate(source=self._identity.peer_id),
+                    record_validator=self._validator,
+                    wait_timeout=min(3.0, self._timing.dial_s),
+                    # Snapshots are cached here; hivemind's caches would only serve old records.
+                    cache_locally=False,
+                    cache_nearest=0,
+                    cache_on_store=False,
+                    cache_refresh_before_expiry=0,
+                    # A read that was given up would otherwise be waited for by the next one.
+                    reuse_get_requests=False,
+                )
+            self._maddrs = presentable(await p2pd.visible())
+        except TimeoutError as error:
+            await p2pd.stop()
+            raise ResourceError("the DHT node did not start: p2pd took no handlers") from error
+        except BaseException:
+            await p2pd.stop()
+            raise
+        if self._closing.is_set():  # closed meanwhile: nobody would stop it any more
+            await p2pd.stop()
+            raise NetworkError("the registry is closed")
+        self._endpoint = replace(self._endpoint, port=p2pd.port)
+        self._p2pd, self._node = p2pd, node
+        self._up.set()
+
+    async def _stop_node(self) -> None:
+        # DHTNode.shutdown would wait for answers of p2pd that may never come; ending the process ends all it does.
+        node, p2pd, self._node, self._p2pd = self._node, self._p2pd, None, None
+        self._up.clear()
+        if node is not None:
+            node.is_alive = False
+        if p2pd is not None:
+            await p2pd.stop()
+
+    def _running(self) -> DHTNode:
+        if self._node is None:
+            raise NetworkError(self.problem)
+        return self._node
+
+    async def _store(self, record: pb.Record, envelope: bytes) -> None:
+        node, key = self._running(), dht_key(self._run_id, record.stage)
+        self._book.add(record, self._clock.time())
+        try:
+            async with asyncio.timeout(self._timing.call_s):
+                stored = await node.store(key, envelope, record.expires, subkey=record.peer_id)
+        except TimeoutError as error:
+            raise NetworkError(f"record not stored in the DHT within {self._timing.call_s:.0f} s") from error
+        if not stored:
+            raise NetworkError(
+                "the DHT refused this peer's record: it holds one that lives longer, or clocks differ by seconds. "
+                "Fix: check the clock of this machine (timedatectl), and that no second peer uses this identity"
+            )
+
+    def _take(self, value: object, now: float) -> None:
+        record = self._validator.open(value, now)
+        reason = record if isinstance(record, str) else self._book.add(record, now)
+        if reason:
+            log.debug("record refused: %s", reason)
+
+    def _seen(self) -> set[str]:
+        return {self._identity.peer_id, *(record.peer_id for record in self.peers)}
+
+    # ---- supervision ----------------------------------------------------------------------------------------------
+
+    async def _supervise(self) -> None:
+        while self._p2pd is not None and not self._closing.is_set():
+            reason, since = await self._p2pd.wait_dead(), self._clock.monotonic()
+            if self._closing.is_set():
+                return
+            await self._stop_node()
+            await self._start_again()
+            await self._dial_missing()
+            took_s = self._clock.monotonic() - since
+            if self._mine is not None and self._mine.expires > self._clock.time():
+                with contextlib.suppress(
+                    NetworkError
+                ):  # others may still hold it; the next renewal comes soon
+                    await self._store(self._mine, seal(self._mine, self._identity))
+            log.warning(
+                "libp2p daemon lost (%s), started again as process %s in %.1f s, %s",
+                reason,
+                self.p2pd_pid,
+                took_s,
+                "joined" if self.joined else f"alone so far: {self.problem or 'no other peer is known'}",
+            )
+
+    async def _start_again(self) -> None:
+        failures = 0
+        while not self._closing.is_set():
+            try:
+                return await self._start_node()
+            except (ResourceError, NetworkError) as error:
+                delay = self._backoff(failures)
+                log.warning("libp2p daemon lost, does not start (again in %.0f s): %s", delay, error)
+            failures += 1
+            await asyncio.sleep(delay)
+
+    async def _keep_joined(self) -> None:
+        failures = 0
+        while True:
+            alone = self._searching and not self.joined
+            failures = failures + 1 if alone else 0
+            delay = (
+                self._backoff(failures - 1) if alone else self._timing.remix_s * self._rng.uniform(0.5, 1.5)
+            )
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay):
+                    await self._wake.wait()
+            self._wake.clear()
+            if self._node is not None:
+                await self._dial_missing()
+
+    def _backoff(self, failures: int) -> float:
+        ceiling = min(self._timing.retry_max_s, self._timing.retry_s * 2.0 ** min(failures, 16))
+        return ceiling * self._rng.uniform(0.5, 1.0)
+
+    # ---- joining --------------------------------------------------------------------------------------------------
+
+    async def _dial_missing(self) -> None:
+        """Dial every address that should be in the routing table and is not. Never raises for an address."""
+        targets = {**self._known, **by_peer(self._bootstrap)}
+        if not self.joined:
+            targets = {**self._from_records(), **targets}
+        node = self._node
+        if node is None:
+            return
+        have = {peer.to_base58() for peer in node.protocol.routing_table.peer_id_to_uid}
+        targets = {peer_id: group for peer_id, group in targets.items() if peer_id not in have}
+        async with asyncio.TaskGroup() as group:
+            dials = {peer_id: group.create_task(self._dial(peer_id, a)) for peer_id, a in targets.items()}
+        named = by_peer(self._bootstrap)
+        failing = {}
+        for peer_id, dial in dials.items():
+            addresses = ", ".join(map(str, targets[peer_id]))
+            if (reason := dial.result()) is None:
+                self._reached(peer_id, addresses)
+            else:
+                self._known.pop(peer_id, None)  # gRPC will tell of it again if it lives
+                if peer_id in named:
+                    failing[addresses] = reason
+        for addresses, reason in failing.items():
+            if self._failing.get(addresses) != reason:
+                log.warning("cannot reach %s: %s. Trying on", addresses, reason)
+        self._failing = failing
+        self._searching = any(dial.result() is not None for dial in dials.values())
+
+    def _reached(self, peer_id: str, addresses: str) -> None:
+        self._joined.set()
+        if self._known.pop(peer_id, None) and self._refreshed:
+            log.warning("the DHT had split: %s was known but not in view. Joined with it", addresses)
+        elif addresses in self._failing:
+            log.info("reached %s", addresses)
+
+    def _from_records(self) -> dict[str, tuple[PeerAddress, ...]]:
+        found: list[PeerAddress] = []
+        peers = list(self.peers)
+        for record in self._rng.sample(peers, min(len(peers), _MAX_FROM_RECORDS)):
+            for maddr in record.maddrs:
+                with contextlib.suppress(ValueError):
+                    address = PeerAddress.parse(maddr)
+                    if address.peer_id == record.peer_id:
+                        found.append(address)
+        return by_peer(found)
+
+    async def _dial(self, peer_id: str, addresses: Sequence[PeerAddress]) -> str | None:
+        """Connect to one peer and enter its DHT. None, or the reason why not, in one line."""
+        p2pd, node = self._p2pd, self._node
+        if p2pd is None or node is None:
+            return "the libp2p daemon is down"
+        peer = PeerID.from_base58(peer_id)
+        try:
+            await p2pd.connect(peer_id, addresses, self._timing.dial_s)
+            async with asyncio.timeout(self._timing.dial_s):
+                try:
+                    node_id = await node.protocol.call_ping(peer, validate=True, strict=True)
+                except ValidationError as error:
+                    log.warning("%s answers, but: %s", addresses[0], self._validation_reason(error))
+                    node_id = await node.protocol.call_ping(peer)
+            if node_id is None:
+                return f"connected, but no DHT answer within {self._timing.dial_s:.0f} s"
+            async with asyncio.timeout(self._timing.call_s):
+                await node.protocol.update_routing_table(node_id, peer, responded=True)
+                await node.find_nearest_nodes([node.node_id])
+        except TimeoutError:
+            return "connected, but its DHT answers too slowly"
+        except NetworkError as error:
+            return str(error)
+        return None
+
+    def _validation_reason(self, error: Exception) -> str:
+        if "local time" in str(error):
+            return (
+                "the clock there differs from this machine's by more than 3 s. Fix: timedatectl set-ntp true"
+            )
+        own = ", ".join(map(str, self._maddrs))
+        return f"it cannot dial this peer at {own}. Fix: announce an address it can reach, and open port {self.port}"
