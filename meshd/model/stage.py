@@ -39,41 +39,48 @@ class StageModel(nn.Module):
         tied: Tied,
         stage: int,
         dtype: torch.dtype = torch.float32,
+        only: Sequence[Hop] | None = None,
     ) -> None:
-        """Raises ConfigError for an unsupported family or a bad cut."""
+        """`only`: build these hops instead of all that the cut gives the stage (to time a part by itself).
+
+        Raises ConfigError for an unsupported family or a bad cut.
+        """
         super().__init__()
         self.family = family = family_of(config)
         # A copy: the attention implementation is part of a config, and the caller's must not change.
         self.config = type(config).from_dict(config.to_dict(), attn_implementation="sdpa")
         self.stage, self.tied, self.dtype = stage, tied, dtype
-        self.hops: list[Hop] = [
-            hop for hop in hops(config.num_hidden_layers, cut, tied) if hop.stage == stage
-        ]
+        everything = hops(config.num_hidden_layers, cut, tied)
+        self.hops: list[Hop] = list(only) if only else [hop for hop in everything if hop.stage == stage]
         self._by_index = {hop.index: hop for hop in self.hops}
-        embed = any(hop.embed for hop in self.hops)
-        head = any(hop.head for hop in self.hops)
+        layers = [index for hop in self.hops for index in range(hop.first, hop.last)]
         with torch.device("meta"):
-            body = nn.Module()
-            if embed or (head and tied != "none"):
-                setattr(body, family.embed, family.make_embedding(self.config))
-            if embed and family.positions is not None:
-                table = nn.Embedding(self.config.max_position_embeddings, self.config.hidden_size)
-                setattr(body, family.positions, table)
-            layers = [index for hop in self.hops for index in range(hop.first, hop.last)]
-            named = {str(index): family.make_layer(self.config, index) for index in layers}
-            setattr(body, family.layers, nn.ModuleDict(named))
-            if head:
-                setattr(body, family.norm, family.make_norm(self.config))
-            if head and tied == "none":
-                linear = nn.Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
-                setattr(self, family.head_name.removesuffix(".weight"), linear)
-        setattr(self, family.body, body)
+            self._build(layers)
         self.to(dtype)
         if tied == "freeze":
             for name, parameter in self.named_parameters():
                 parameter.requires_grad_(name != family.embedding_name)
         # Outside the meta device and after the cast: the frequencies are computed, never loaded, and stay fp32.
         self._rotary = family.make_rotary(self.config) if layers else None
+
+    def _build(self, layers: Sequence[int]) -> None:
+        """Make the submodules, nested and named as in the whole model."""
+        config, family = self.config, self.family
+        embed = any(hop.embed for hop in self.hops)
+        head = any(hop.head for hop in self.hops)
+        body = nn.Module()
+        if embed or (head and self.tied != "none"):
+            setattr(body, family.embed, family.make_embedding(config))
+        if embed and family.positions is not None:
+            setattr(body, family.positions, nn.Embedding(config.max_position_embeddings, config.hidden_size))
+        named = {str(index): family.make_layer(config, index) for index in layers}
+        setattr(body, family.layers, nn.ModuleDict(named))
+        if head:
+            setattr(body, family.norm, family.make_norm(config))
+        setattr(self, family.body, body)
+        if head and self.tied == "none":
+            linear = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            setattr(self, family.head_name.removesuffix(".weight"), linear)
 
     # ---- parameters --------------------------------------------------------------------------------------------------
 
