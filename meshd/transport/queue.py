@@ -37,6 +37,9 @@ class ByteQueue(Generic[T]):
     def queued_bytes(self) -> int:
         return self._bytes
 
+    def __len__(self) -> int:
+        return len(self._items)
+
     async def put(self, item: T, size: int) -> None:
         """Append `item` (`size` bytes), waiting for room. Raises the failure once the queue has ended."""
         async with self._writers:
