@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import BinaryIO
 
 from meshd.clock import Clock
 from meshd.errors import DataError, MeshdError, MismatchError, ResourceError
 from meshd.proto import meshd_pb2 as pb
 from meshd.state.bundle import BundleStore
+from meshd.state.live import LiveBundles
 from meshd.state.manifest import FileEntry, Manifest, check_bundle_name
 from meshd.transport.base import NotHere
 
@@ -41,9 +42,7 @@ class Donor:
     gives for the bundle (C06). A slot is free again when its reader ends, breaks off, or has taken nothing for
     `stall_timeout_s` and another asks (C05).
 
-    `prepare` makes a `live/STAGE` bundle when it is asked for; what it made serves everyone for `live_fresh_s`, and
-    longer while somebody still reads it, so that a newcomer does not take it away under an earlier one. It may raise
-    any MeshdError.
+    `live` makes the `live/STAGE` bundles that are asked for.
     """
 
     def __init__(
@@ -54,16 +53,13 @@ class Donor:
         clock: Clock,
         slots: int = 4,
         stall_timeout_s: float = 30.0,
-        live_fresh_s: float = 60.0,
-        prepare: Callable[[str], Awaitable[None]] | None = None,
+        live: LiveBundles | None = None,
         others: Callable[[str], Sequence[str]] = lambda bundle: (),
     ) -> None:
         self._store, self._run_id, self._clock = store, run_id, clock
-        self._slots, self._stall_timeout_s, self._live_fresh_s = slots, stall_timeout_s, live_fresh_s
-        self._prepare, self._others = prepare, others
+        self._slots, self._stall_timeout_s = slots, stall_timeout_s
+        self._live, self._others = live, others
         self._taken: list[_Slot] = []
-        self._preparing: dict[str, asyncio.Lock] = {}
-        self._fresh_until: dict[str, float] = {}
 
     @property
     def busy(self) -> int:
@@ -76,11 +72,11 @@ class Donor:
         return pb.ListReply(bundles=await asyncio.to_thread(self._store.names))
 
     async def manifest(self, request: pb.ManifestRequest) -> pb.ManifestReply:
-        """Raises MismatchError for another run, NotHere, and what `prepare` raises."""
+        """Raises MismatchError for another run, NotHere, and what `LiveBundles.ensure` raises."""
         self._check_run(request.run_id)
         name = self._check_name(request.bundle)
-        if self._prepare is not None and name.startswith("live/"):
-            await self._refresh(name, self._prepare)
+        if self._live is not None and name.startswith("live/"):
+            await self._live.ensure(name)
         try:
             manifest = await asyncio.to_thread(self._store.manifest, name)
         except DataError as fault:
@@ -121,9 +117,8 @@ class Donor:
             )
         slot.with_reader = False
         slot.progress = self._clock.monotonic()
-        if name in self._fresh_until:
-            keep = slot.progress + self._stall_timeout_s
-            self._fresh_until[name] = max(self._fresh_until[name], keep)
+        if self._live is not None:
+            self._live.keep(name, slot.progress + self._stall_timeout_s)
 
     def _take(self, name: str) -> _Slot:
         now = self._clock.monotonic()
@@ -152,13 +147,6 @@ class Donor:
         except MeshdError:
             file.close()
             raise
-
-    async def _refresh(self, name: str, prepare: Callable[[str], Awaitable[None]]) -> None:
-        async with self._preparing.setdefault(name, asyncio.Lock()):
-            if self._clock.monotonic() < self._fresh_until.get(name, float("-inf")):
-                return
-            await prepare(name)
-            self._fresh_until[name] = self._clock.monotonic() + self._live_fresh_s
 
     def _check_run(self, run_id: str) -> None:
         if run_id != self._run_id:

@@ -32,7 +32,6 @@ class _Limits(NamedTuple):
     """When to leave a donor, and when to give up (see fetch_bundle)."""
 
     progress_timeout_s: float
-    prepare_timeout_s: float
     patience_s: float
     max_bytes: int | None
 
@@ -48,7 +47,6 @@ async def fetch_bundle(
     rng: random.Random,
     expected_sha256: str | None = None,
     progress_timeout_s: float = 10.0,
-    prepare_timeout_s: float = 60.0,
     patience_s: float = 120.0,
     max_bytes: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
@@ -64,15 +62,14 @@ async def fetch_bundle(
     later one (after a crash, too). Idempotent: what is already here is returned at once (a `live/STAGE` bundle
     without `expected_sha256` is asked for again, and transferred only if it differs).
 
-    A donor that sends nothing for `progress_timeout_s` is left for another; there is no limit on the whole. Only the
-    manifest of a `live/STAGE` bundle may take `prepare_timeout_s`, because the donor may have to write it first.
-    Bundles of more than `max_bytes` are refused. `on_progress(done_bytes, total_bytes)` is called after each chunk.
+    A donor that sends nothing for `progress_timeout_s` is left for another; there is no limit on the whole. Bundles of
+    more than `max_bytes` are refused. `on_progress(done_bytes, total_bytes)` is called after each chunk.
 
     Raises NetworkError naming each donor and why, after `patience_s` in which no chunk came and no donor was
     merely busy; ResourceError when this machine's disk is full or not writable; DataError for a bad name.
     """
     check_bundle_name(name)
-    limits = _Limits(progress_timeout_s, prepare_timeout_s, patience_s, max_bytes)
+    limits = _Limits(progress_timeout_s, patience_s, max_bytes)
     fetch = _Fetch(name, donors, transport, store, run_id, clock, rng, expected_sha256, limits, on_progress)
     async with store.fetch_lock(name):
         return await fetch.run()
@@ -105,18 +102,20 @@ class _Fetch:
         self._name, self._donors, self._transport, self._store = name, donors, transport, store
         self._run_id, self._clock, self._rng = run_id, clock, rng
         self._expected, self._limits, self._on_progress = expected, limits, on_progress
+        self._live = name.startswith("live/")
         self._reasons: dict[str, str] = {}
         self._liars: set[str] = set()
         self._partial: Partial | None = None
+        self._kept = 0  # chunks, by this call
         self._hope = clock.monotonic()  # the last time something spoke for going on
 
     async def run(self) -> Manifest:
         present = await asyncio.to_thread(self._present)
-        if present is not None and (self._expected is not None or not self._name.startswith("live/")):
+        if present is not None and (self._expected is not None or not self._live):
             return present
         pause_s = _FIRST_PAUSE_S
         while True:
-            hope = self._hope
+            kept = self._kept
             order = await self._order()
             if not order and not callable(self._donors):
                 raise NetworkError(self._farewell())
@@ -125,7 +124,7 @@ class _Fetch:
                     return await self._from(address)
                 except _DonorFailed as failure:
                     self._note(address, failure)
-            if self._hope > hope:
+            if self._kept > kept:
                 pause_s = _FIRST_PAUSE_S
             if self._clock.monotonic() - self._hope > self._limits.patience_s:
                 raise NetworkError(self._farewell())
@@ -170,11 +169,9 @@ class _Fetch:
     async def _from(self, address: str) -> Manifest:
         """The whole bundle from one donor, as far as it is not here. Raises _DonorFailed."""
         request = pb.ManifestRequest(run_id=self._run_id, bundle=self._name)
-        live = self._name.startswith("live/")
-        limit_s = self._limits.prepare_timeout_s if live else self._limits.progress_timeout_s
-        reply = await self._ask(self._transport.manifest(address, request), limit_s)
+        reply = await self._ask(self._transport.manifest(address, request))
         manifest = self._judged(reply)
-        present = await asyncio.to_thread(self._present) if live else None
+        present = await asyncio.to_thread(self._present) if self._live else None
         if present is not None and present.sha256 == manifest.sha256:
             return present
         if self._partial is None or self._partial.manifest.sha256 != manifest.sha256:
@@ -214,7 +211,7 @@ class _Fetch:
         pending = bytearray()
         async with _closing(self._transport.fetch(address, request)) as pieces:
             while offset < entry.size:
-                piece = await self._ask(anext(pieces, None), self._limits.progress_timeout_s)
+                piece = await self._ask(anext(pieces, None))
                 if piece is None:
                     raise _DonorFailed(f"{entry.name} ended after {offset} of {entry.size} bytes")
                 if piece.offset != offset + len(pending) or not 0 < len(piece.data) <= CHUNK_BYTES:
@@ -232,12 +229,14 @@ class _Fetch:
             await asyncio.to_thread(partial.append, entry, chunk)
         except CorruptChunk as fault:
             raise _DonorFailed(str(fault), liar=True) from fault
+        self._kept += 1
         self._hope = self._clock.monotonic()
         if self._on_progress is not None:
             self._on_progress(partial.done_bytes, partial.manifest.size)
 
-    async def _ask(self, answer: Awaitable[T], limit_s: float) -> T:
+    async def _ask(self, answer: Awaitable[T]) -> T:
         """Await the donor's next word. Its refusals become _DonorFailed; this machine's own faults do not pass here."""
+        limit_s = self._limits.progress_timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 return await answer
