@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
 import socket
@@ -136,6 +137,15 @@ def _numeric(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def readable(texts: Iterable[str]) -> list[PeerAddress]:
+    """Those of `texts`, from a record or from p2pd, that are direct addresses; others (relays) are left out."""
+    addresses = []
+    for text in texts:
+        with contextlib.suppress(ValueError):
+            addresses.append(PeerAddress.parse(text))
+    return addresses
 
 
 def by_peer(addresses: Iterable[PeerAddress]) -> dict[str, tuple[PeerAddress, ...]]:

@@ -13,10 +13,11 @@ import logging
 import math
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from meshd.clock import Clock, SystemClock
-from meshd.discovery.addresses import PeerAddress, announced_hosts, by_peer, check_announce, presentable
+from meshd.discovery.addresses import PeerAddress, announced_hosts, check_announce, presentable, readable
+from meshd.discovery.entrance import Doorway, Entrance, Timing
 from meshd.discovery.p2pd import Endpoint, P2pd  # before hivemind: it sets what grpc reads at import
 from meshd.discovery.records import RecordBook, seal, withdrawn
 from meshd.discovery.validator import RecordValidator, dht_key
@@ -25,25 +26,11 @@ from meshd.identity import Identity
 from meshd.proto import meshd_pb2 as pb
 
 from hivemind.dht.node import DHTNode  # isort: skip
-from hivemind.dht.protocol import ValidationError  # isort: skip
 from hivemind.dht.routing import DHTID  # isort: skip
-from hivemind.p2p import PeerID  # isort: skip
 
 log = logging.getLogger(__name__)
 
-_MAX_KNOWN = 64  # peers met outside the DHT that are waiting to be dialled
 _MAX_FROM_RECORDS = 8  # peers dialled from old records when all else fails
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Bounds and intervals, seconds."""
-
-    call_s: float = 10.0  # one DHT read or write, whole
-    dial_s: float = 5.0  # one connection, and one ping over it
-    retry_s: float = 1.0  # first wait after a failure; doubles, with jitter
-    retry_max_s: float = 30.0
-    remix_s: float = 60.0  # between attempts to reach bootstrap addresses that the routing table lacks
 
 
 class DhtRegistry:
@@ -60,7 +47,6 @@ class DhtRegistry:
         timing: Timing,
     ) -> None:
         self._identity, self._run_id, self._endpoint = identity, run_id, endpoint
-        self._bootstrap = tuple(address for address in bootstrap if address.peer_id != identity.peer_id)
         self._clock, self._rng, self._timing = clock, rng, timing
         self._stages = 0
         self._validator = RecordValidator(run_id, clock)
@@ -69,10 +55,8 @@ class DhtRegistry:
         self._node: DHTNode | None = None
         self._maddrs: tuple[PeerAddress, ...] = ()
         self._mine: pb.Record | None = None
-        self._known: dict[str, tuple[PeerAddress, ...]] = {}
-        self._failing: dict[str, str] = {}  # address group -> reason, at the last attempt
+        self._entrance = Entrance(bootstrap, timing)
         self._refreshed = False
-        self._searching = False  # whether the last attempt found peers to dial, and not all answered
         self._up, self._joined = asyncio.Event(), asyncio.Event()
         self._wake, self._closing = asyncio.Event(), asyncio.Event()
 
@@ -144,8 +128,7 @@ class DhtRegistry:
                 for value, _ in entry.value.values():
                     self._take(value, now)
         self._refreshed = True
-        for peer_id in self._seen():
-            self._known.pop(peer_id, None)
+        self._entrance.forget(self._seen())
         return self.peers
 
     @property
@@ -177,7 +160,7 @@ class DhtRegistry:
         """What is wrong, in one line for status and doctor; empty when nothing is."""
         if self._node is None:
             return "the libp2p daemon is down, it is being started again"
-        return "; ".join(f"cannot reach {addresses}: {reason}" for addresses, reason in self._failing.items())
+        return self._entrance.problem
 
     @property
     def p2pd_pid(self) -> int | None:
@@ -197,15 +180,8 @@ class DhtRegistry:
 
         If the DHT view lacks it, it is dialled at once, so that two DHTs that do not know of each other merge (C01).
         """
-        addresses = []
-        for maddr in maddrs:
-            with contextlib.suppress(ValueError):
-                addresses.append(PeerAddress.parse(maddr))
-        seen = self._seen()
-        for peer_id, group in by_peer(addresses).items():
-            if peer_id not in seen and peer_id not in self._known and len(self._known) < _MAX_KNOWN:
-                self._known[peer_id] = group
-                self._wake.set()
+        if self._entrance.tell(readable(maddrs), self._seen()):
+            self._wake.set()
 
     async def run(self) -> None:
         """Keep p2pd alive and the node joined, until `close` or cancellation."""
@@ -313,7 +289,8 @@ class DhtRegistry:
         failures = 0
         while not self._closing.is_set():
             try:
-                return await self._start_node()
+                await self._start_node()
+                return
             except (ResourceError, NetworkError) as error:
                 delay = self._backoff(failures)
                 log.warning("libp2p daemon lost, does not start (again in %.0f s): %s", delay, error)
@@ -323,7 +300,7 @@ class DhtRegistry:
     async def _keep_joined(self) -> None:
         failures = 0
         while True:
-            alone = self._searching and not self.joined
+            alone = self._entrance.searching and not self.joined
             failures = failures + 1 if alone else 0
             delay = (
                 self._backoff(failures - 1) if alone else self._timing.remix_s * self._rng.uniform(0.5, 1.5)
@@ -331,7 +308,9 @@ class DhtRegistry:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(delay):
                     await self._wake.wait()
-            self._wake.clear()
+            if self._wake.is_set():
+                self._wake.clear()
+                await self.refresh()  # forgets those that were only new to us
             if self._node is not None:
                 await self._dial_missing()
 
@@ -339,83 +318,16 @@ class DhtRegistry:
         ceiling = min(self._timing.retry_max_s, self._timing.retry_s * 2.0 ** min(failures, 16))
         return ceiling * self._rng.uniform(0.5, 1.0)
 
-    # ---- joining --------------------------------------------------------------------------------------------------
-
     async def _dial_missing(self) -> None:
-        """Dial every address that should be in the routing table and is not. Never raises for an address."""
-        targets = {**self._known, **by_peer(self._bootstrap)}
-        if not self.joined:
-            targets = {**self._from_records(), **targets}
-        node = self._node
-        if node is None:
+        if self._p2pd is None or self._node is None:
             return
-        have = {peer.to_base58() for peer in node.protocol.routing_table.peer_id_to_uid}
-        targets = {peer_id: group for peer_id, group in targets.items() if peer_id not in have}
-        async with asyncio.TaskGroup() as group:
-            dials = {peer_id: group.create_task(self._dial(peer_id, a)) for peer_id, a in targets.items()}
-        named = by_peer(self._bootstrap)
-        failing = {}
-        for peer_id, dial in dials.items():
-            addresses = ", ".join(map(str, targets[peer_id]))
-            if (reason := dial.result()) is None:
-                self._reached(peer_id, addresses)
-            else:
-                self._known.pop(peer_id, None)  # gRPC will tell of it again if it lives
-                if peer_id in named:
-                    failing[addresses] = reason
-        for addresses, reason in failing.items():
-            if self._failing.get(addresses) != reason:
-                log.warning("cannot reach %s: %s. Trying on", addresses, reason)
-        self._failing = failing
-        self._searching = any(dial.result() is not None for dial in dials.values())
-
-    def _reached(self, peer_id: str, addresses: str) -> None:
-        self._joined.set()
-        if self._known.pop(peer_id, None) and self._refreshed:
-            log.warning("the DHT had split: %s was known but not in view. Joined with it", addresses)
-        elif addresses in self._failing:
-            log.info("reached %s", addresses)
-
-    def _from_records(self) -> dict[str, tuple[PeerAddress, ...]]:
-        found: list[PeerAddress] = []
-        peers = list(self.peers)
-        for record in self._rng.sample(peers, min(len(peers), _MAX_FROM_RECORDS)):
-            for maddr in record.maddrs:
-                with contextlib.suppress(ValueError):
-                    address = PeerAddress.parse(maddr)
-                    if address.peer_id == record.peer_id:
-                        found.append(address)
-        return by_peer(found)
-
-    async def _dial(self, peer_id: str, addresses: Sequence[PeerAddress]) -> str | None:
-        """Connect to one peer and enter its DHT. None, or the reason why not, in one line."""
-        p2pd, node = self._p2pd, self._node
-        if p2pd is None or node is None:
-            return "the libp2p daemon is down"
-        peer = PeerID.from_base58(peer_id)
-        try:
-            await p2pd.connect(peer_id, addresses, self._timing.dial_s)
-            async with asyncio.timeout(self._timing.dial_s):
-                try:
-                    node_id = await node.protocol.call_ping(peer, validate=True, strict=True)
-                except ValidationError as error:
-                    log.warning("%s answers, but: %s", addresses[0], self._validation_reason(error))
-                    node_id = await node.protocol.call_ping(peer)
-            if node_id is None:
-                return f"connected, but no DHT answer within {self._timing.dial_s:.0f} s"
-            async with asyncio.timeout(self._timing.call_s):
-                await node.protocol.update_routing_table(node_id, peer, responded=True)
-                await node.find_nearest_nodes([node.node_id])
-        except TimeoutError:
-            return "connected, but its DHT answers too slowly"
-        except NetworkError as error:
-            return str(error)
-        return None
-
-    def _validation_reason(self, error: Exception) -> str:
-        if "local time" in str(error):
-            return (
-                "the clock there differs from this machine's by more than 3 s. Fix: timedatectl set-ntp true"
-            )
-        own = ", ".join(map(str, self._maddrs))
-        return f"it cannot dial this peer at {own}. Fix: announce an address it can reach, and open port {self.port}"
+        fallback: list[PeerAddress] = []
+        if not self.joined:
+            peers = self.peers
+            for record in self._rng.sample(peers, min(len(peers), _MAX_FROM_RECORDS)):
+                fallback += [a for a in readable(record.maddrs) if a.peer_id == record.peer_id]
+        told = await self._entrance.dial_missing(Doorway(self._p2pd, self._node, self._maddrs), fallback)
+        if self.joined:
+            self._joined.set()
+        if told and self._refreshed:
+            log.warning("the DHT had split: %s known but not in view. Joined with it", ", ".join(told))

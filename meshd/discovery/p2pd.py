@@ -26,7 +26,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, P2PDaemonErro
 from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 
-from meshd.discovery.addresses import PeerAddress, socket_maddr
+from meshd.discovery.addresses import PeerAddress, readable, socket_maddr
 from meshd.errors import NetworkError, ResourceError
 from meshd.identity import Identity
 
@@ -120,6 +120,10 @@ class P2pd:
                 await asyncio.to_thread(_kill_children_with_identity, str(identity.path))
 
     @property
+    def peer_id(self) -> str:
+        return str(self.p2p.peer_id)
+
+    @property
     def pid(self) -> int:
         return self._process.pid
 
@@ -128,11 +132,7 @@ class P2pd:
         async with _control_errors("who are you"):
             await self.p2p.get_visible_maddrs(latest=True)
             maddrs = await self.p2p.get_visible_maddrs()
-        addresses = []
-        for maddr in maddrs:
-            with contextlib.suppress(ValueError):  # relayed addresses: not for the link
-                addresses.append(PeerAddress.parse(str(maddr)))
-        return addresses
+        return readable(map(str, maddrs))
 
     async def connect(self, peer_id: str, addresses: Sequence[PeerAddress], timeout_s: float) -> None:
         """Open a libp2p connection to a peer. Raises NetworkError that says why it failed."""
