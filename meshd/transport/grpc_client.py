@@ -46,6 +46,9 @@ class _ClientDuplex(PumpedDuplex[M]):
         code, details = await self._call.code(), await self._call.details()
         return None if code is grpc.StatusCode.OK else lambda: error_of(self.remote, code, details)
 
+    def _input_ended(self, failure: Failure) -> None:
+        self._outgoing.fail(failure, discard=True)  # a server that ended its side has ended the call
+
     async def _written(self) -> None:
         await self._call.done_writing()
 

@@ -80,10 +80,12 @@ class PumpedDuplex(ABC, Generic[M]):
             self.lose("the call was cancelled")
             raise
         failure = await self._failure()
+        closed = self._lost("the peer closed the stream")
         if failure is None:
-            self._incoming.close(self._lost("the peer closed the stream"))
+            self._incoming.close(closed)
         else:
             self._incoming.fail(failure)
+        self._input_ended(failure or closed)
 
     async def pump_out(self) -> None:
         """Write to the call until this side closes or the call ends."""
@@ -103,6 +105,10 @@ class PumpedDuplex(ABC, Generic[M]):
     @abstractmethod
     async def _failure(self) -> Failure | None:
         """Why the call ended; None when it ended well."""
+
+    @abstractmethod
+    def _input_ended(self, failure: Failure) -> None:
+        """The peer sends no more: whether it still reads depends on the side."""
 
     @abstractmethod
     async def _written(self) -> None:

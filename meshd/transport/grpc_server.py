@@ -52,6 +52,9 @@ class _ServerDuplex(PumpedDuplex[M]):
         await asyncio.sleep(_SETTLE_S)
         return None  # a lost peer was told to `lose` meanwhile, and the first word counts
 
+    def _input_ended(self, failure: Failure) -> None:
+        """A dialler that has said all still listens."""
+
     async def _written(self) -> None:
         """The stream ends when the servicer returns."""
 

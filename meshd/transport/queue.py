@@ -52,6 +52,14 @@ class ByteQueue(Generic[T]):
             self._bytes += size
             self._readable.set()
 
+    def put_now(self, item: T, size: int) -> None:
+        """Append `item` whatever is queued: for small messages whose number the protocol bounds. Dropped once the
+        queue has ended."""
+        if not self._ended:
+            self._items.append((item, size))
+            self._bytes += size
+            self._readable.set()
+
     async def head(self) -> T | None:
         """Wait for the oldest item and return it without taking it; None at the end. Raises the read failure."""
         while not self._items:

@@ -16,11 +16,12 @@ M = TypeVar("M", bound=Message)
 
 
 class Priority(IntEnum):
-    """Lower goes first. A gradient on its way back frees memory on every peer it passes, so it comes first."""
+    """Lower goes first. Answers are small and somebody waits for them; a gradient on its way back frees memory on
+    every peer it passes."""
 
-    BACKWARD = 0
-    FORWARD = 1
-    OTHER = 2
+    CONTROL = 0
+    BACKWARD = 1
+    FORWARD = 2
 
 
 class PrioritySender(Generic[M]):
@@ -46,6 +47,12 @@ class PrioritySender(Generic[M]):
     async def send(self, message: M, priority: Priority) -> None:
         """Queue one message, waiting while its priority holds `max_bytes`. Raises LinkLost once the stream broke."""
         await self._queues[priority].put(message, checked_size(message))
+        self._filled.set()
+
+    def post(self, message: M, priority: Priority = Priority.CONTROL) -> None:
+        """Queue one small message without waiting: for answers, of which there is at most one per request. Dropped
+        when the stream has ended: whoever would read it has gone."""
+        self._queues[priority].put_now(message, checked_size(message))
         self._filled.set()
 
     def close(self) -> None:
