@@ -111,6 +111,6 @@ def _finish(options: SwarmOptions, report: SwarmReport) -> None:
 
 def base_model(spec: RunSpec) -> Path:
     """Directory of the run's base model, as it was before training."""
-    from meshd.model.source import resolve_model
+    from meshd.model.sources import resolve_source
 
-    return resolve_model(spec.model.source, spec.model.revision)
+    return resolve_source(spec.model.source, spec.model.revision)
