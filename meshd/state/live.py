@@ -13,8 +13,8 @@ class LiveBundles:
     """Makes `live/STAGE` bundles with `prepare`, once for all who ask within `fresh_s`.
 
     A bundle that somebody still reads is kept longer (`keep`), so that a newcomer does not take it away under an
-    earlier one. Making it runs in `group`, not in the request: where it takes longer than `wait_s`, the asker is told to come
-    again and finds it then, instead of timing out and beginning it anew each time (C05).
+    earlier one. Making it runs in `group`, not in the request: where it takes longer than `wait_s`, the asker is told
+    to come again and finds it then, instead of timing out and beginning it anew each time (C05).
     """
 
     def __init__(
