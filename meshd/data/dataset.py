@@ -9,7 +9,8 @@ Files of the folder (and of the bundle `run/data`), the same bytes for the same 
 
 Text: windows of T + 1 tokens follow each other at a stride of T, so every token but the first is a label once (the
 last few of each side, less than a window, are left over). Sft: whole rows are packed into a window as long as they
-fit, the rest of the window is padding that does not count.
+fit, the rest of the window is padding that does not count; a row longer than a window keeps its left end, the whole
+prompt first, and is left out when no response token remains. Both are counted in the facts.
 """
 
 from __future__ import annotations
@@ -89,15 +90,16 @@ class _Side:
                 f"{path} is no tokenized corpus ({error}). Fix: remove its folder, it is made or fetched again"
             ) from error
 
-    def check(self, path: Path, facts: SideFacts, longest: int) -> None:
-        """Refuse windows that lie outside the tokens: the file may have come from a peer."""
-        (tokens,) = self._tokens.get_shape()
-        first, length = self.windows[:, 0], self.windows[:, 1] - self.windows[:, 0]
-        fits = (first >= 0) & (length >= 2) & (length <= longest) & (self.windows[:, 1] <= tokens)
-        if len(self.windows) != facts.windows or tokens != facts.tokens or not fits.all():
-            raise DataError(
-                f"{path} does not fit its {FACTS}. Fix: remove its folder, it is made or fetched again"
-            )
+    def fits(self, facts: SideFacts, longest: int) -> bool:
+        """Whether the shapes agree and no window lies outside the tokens: the file may have come from a peer."""
+        shapes = [list(self._tokens.get_shape()), list(self.documents.shape), list(self.windows.shape)]
+        if shapes != [[facts.tokens], [facts.documents + 1], [facts.windows, 2]]:
+            return False
+        if self._labels is not None and list(self._labels.get_shape()) != [-(-facts.tokens // 8)]:
+            return False
+        length = self.windows[:, 1] - self.windows[:, 0]
+        inside = (self.windows[:, 0] >= 0) & (self.windows[:, 1] <= facts.tokens)
+        return bool((inside & (length >= 2) & (length <= longest)).all())
 
     def tokens(self, first: int, end: int) -> npt.NDArray[np.int64]:
         return self._tokens[first:end].astype(np.int64)  # type: ignore[no-any-return]
@@ -123,8 +125,12 @@ class Dataset:
         """Use `open`."""
         self.path, self.facts = path, facts
         self._sides = {side: _Side(path / f"{side}.safetensors", facts.kind == "sft") for side in SIDES}
-        for side, side_facts in (("train", facts.train), ("held_out", facts.held_out)):
-            self._sides[side].check(path / f"{side}.safetensors", side_facts, facts.seq_len + 1)
+        for name, side_facts in (("train", facts.train), ("held_out", facts.held_out)):
+            if not self._sides[name].fits(side_facts, facts.seq_len + 1):
+                raise DataError(
+                    f"{path / name}.safetensors does not fit its {FACTS}. "
+                    "Fix: remove the folder, it is made or fetched again"
+                )
 
     @classmethod
     def open(cls, path: Path) -> Dataset:
