@@ -45,6 +45,6 @@ class NetworkError(MeshdError):
 
 
 class MismatchError(MeshdError):
-    """The other side belongs to another run, speaks another protocol version, or its state does not fit. Exit code 5."""
+    """The other side is of another run or protocol version, or its state does not fit. Exit code 5."""
 
     exit_code = 5

@@ -40,7 +40,11 @@ class InnerOptimizer:
             {"params": vectors, "weight_decay": 0.0},
         ]
         self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True
+            [group for group in groups if group["params"]],
+            lr=spec.lr,
+            betas=spec.betas,
+            eps=spec.eps,
+            fused=True,
         )
         self._tokens = 0
 
@@ -100,5 +104,7 @@ class InnerOptimizer:
                 raise MismatchError(
                     f"optimizer state {key_name!r} has shape {list(value.shape)}, expected {list(parameter.shape)}"
                 )
-            device = torch.device("cpu") if key == "step" and parameter.device.type == "cpu" else parameter.device
+            device = (
+                torch.device("cpu") if key == "step" and parameter.device.type == "cpu" else parameter.device
+            )
             self._adamw.state[parameter][key] = value.to(device=device, dtype=torch.float32, copy=True)

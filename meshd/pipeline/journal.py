@@ -35,7 +35,9 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self._file.close()
 
     def inject(self, item: int) -> int:
@@ -55,12 +57,20 @@ class Journal:
         try:
             self._file.write(line.encode())
         except OSError as error:
-            raise ResourceError(f"cannot write the journal {self._path}: {error}. Free space and start again") from error
+            raise ResourceError(f"cannot write {self._path}: {error}. Free space and start again") from error
 
     def _compact(self) -> IO[bytes]:
         """Rewrite as sums, so that the file does not grow over restarts."""
         ledger, b = self.ledger, self.ledger.balance()
-        sums = (b.injected, b.committed, b.dropped, b.partial, b.tokens, ledger.next_sequence, ledger.next_item)
+        sums = (
+            b.injected,
+            b.committed,
+            b.dropped,
+            b.partial,
+            b.tokens,
+            ledger.next_sequence,
+            ledger.next_item,
+        )
         lines = ["B " + " ".join(map(str, sums))] + [f"R {item}" for item in ledger.returned]
         fresh = self._path.with_suffix(".new")
         try:
@@ -71,7 +81,7 @@ class Journal:
             os.replace(fresh, self._path)
             return open(self._path, "ab", buffering=0)
         except OSError as error:
-            raise ResourceError(f"cannot write the journal {self._path}: {error}. Check space and permissions") from error
+            raise ResourceError(f"cannot write {self._path}: {error}. Check space and permissions") from error
 
 
 def _replay(path: Path) -> OriginLedger:
@@ -98,5 +108,7 @@ def _replay(path: Path) -> OriginLedger:
             else:
                 raise ValueError(f"unknown kind {kind!r}")
         except (ValueError, TypeError) as error:
-            raise DataError(f"{path}, line {number}: {error}. Move the file away to start a new journal") from error
+            raise DataError(
+                f"{path}, line {number}: {error}. Move the file away to start a new journal"
+            ) from error
     return ledger

@@ -67,17 +67,13 @@ class Router:
         replica = self._of(peer)
         pace = elapsed_s / max(1, replica.in_flight)
         replica.in_flight = max(0, replica.in_flight - 1)
-        replica.service_s = pace if replica.service_s is None else (1 - _EWMA) * replica.service_s + _EWMA * pace
+        replica.service_s = (
+            pace if replica.service_s is None else (1 - _EWMA) * replica.service_s + _EWMA * pace
+        )
         replica.failures = 0
 
-    def lost(self, peer: str, now: float) -> None:
-        """What was sent did not come back: the peer failed, or its stream did."""
-        replica = self._of(peer)
-        replica.in_flight = max(0, replica.in_flight - 1)
-        self.failed(peer, now)
-
     def abandoned(self, peer: str) -> None:
-        """What was sent is no longer wanted; no blame."""
+        """What was sent is not coming back from there."""
         replica = self._of(peer)
         replica.in_flight = max(0, replica.in_flight - 1)
 

@@ -3,6 +3,7 @@ sockets: it runs in the device's thread (`meshd.pipeline.worker`)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,9 +12,10 @@ from meshd.config.runspec import ResolvedRun
 from meshd.data.microbatch import Microbatch
 from meshd.errors import MeshdError
 from meshd.model.loss import token_loss
-from meshd.model.stage import StageModel
+from meshd.model.stage import StageModel, check_shapes
 from meshd.optim.inner import InnerOptimizer, StepReport
 from meshd.optim.schedule import StepGate, learning_rate
+from meshd.proto import meshd_pb2 as pb
 from meshd.wire import CodecContext, Frame, codec_named, decode
 from meshd.wire.codec import Direction
 
@@ -33,15 +35,21 @@ class NonFinite(MeshdError):
 class Work:
     """What a stage keeps of a microbatch between forward and backward: its encoded input, not its activations.
 
-    frame: None at the hop that embeds. version: weight version of the forward pass. graph: input and output with
-    their autograd graph, only when the run spec switches recomputation off.
+    wire: the batch as it crosses, sent on as it came. frame: None at the hop that embeds. version: weight version of
+    the forward pass. graph: input and output with their autograd graph, only when the run spec switches
+    recomputation off.
     """
 
     batch: Microbatch
+    wire: pb.Batch
     frame: Frame | None
-    seed: int
     version: int = 0
     graph: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
+
+    @property
+    def seed(self) -> int:
+        """Of dropout and masks, the same at every hop and attempt."""
+        return self.wire.seed
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,7 @@ class StageRuntime:
         loss = total.item() / work.batch.label_tokens
         if not torch.isfinite(total):
             raise NonFinite(f"the loss is {loss}")
-        total.backward()
+        torch.autograd.backward(total)
         return loss, self._added(hop, work, x, pace)
 
     def backward(self, hop: int, work: Work, gradient: Frame, pace: Pace) -> Returned:
@@ -113,7 +121,7 @@ class StageRuntime:
         else:
             x, out = self._compute(hop, work, True)
         # Frames carry the gradient of the mean loss; the accumulator holds sums over label tokens.
-        out.backward(incoming.to(out.dtype) * work.batch.label_tokens)
+        torch.autograd.backward(out, incoming.to(out.dtype) * work.batch.label_tokens)
         return self._added(hop, work, x, pace)
 
     def _added(self, hop: int, work: Work, x: torch.Tensor, pace: Pace) -> Returned:
@@ -140,6 +148,15 @@ class StageRuntime:
         report = self.optimizer.step(lr)
         self.version += not report.skipped
         return report
+
+    @torch.no_grad()
+    def adopt(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take over parameters by whole-model names; the optimizer's moments stay. Raises MismatchError (C07)."""
+        parameters = self.model.trainable()
+        found = {name: tensor.shape for name, tensor in weights.items()}
+        check_shapes({name: p.shape for name, p in parameters.items()}, found, f"stage {self.model.stage}")
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
 
     @torch.no_grad()
     def evaluate(self, hop: int, work: Work, model: StageModel) -> Frame | tuple[float, int]:

@@ -96,13 +96,17 @@ def check_header(header: pb.TensorHeader, shape: Sequence[int]) -> Codec:
     """
     codec = _registry.get(header.codec)
     if codec is None:
-        raise MismatchError(f"codec {header.codec[:64]!r} is not known here; known: {', '.join(sorted(_registry))}")
+        raise MismatchError(
+            f"codec {header.codec[:64]!r} is not known here; known: {', '.join(sorted(_registry))}"
+        )
     if header.dtype not in _DTYPES:
         raise MismatchError(f"dtype {header.dtype[:64]!r} is not one of {', '.join(_DTYPES)}")
     if list(header.shape) != list(shape):
         raise MismatchError(f"shape {list(header.shape)[:8]} where {list(shape)} was expected")
     if header.payload_bytes > codec.wire_bytes(shape):
-        raise MismatchError(f"payload of {header.payload_bytes} bytes where {codec.name} takes {codec.wire_bytes(shape)}")
+        raise MismatchError(
+            f"payload of {header.payload_bytes} bytes where {codec.name} takes {codec.wire_bytes(shape)}"
+        )
     return codec
 
 

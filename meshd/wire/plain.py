@@ -39,7 +39,12 @@ class Int8:
         values = tensor.detach().float()
         scale = values.abs().amax(-1, keepdim=True) / 127
         # A token of zeros (or of subnormals) has no usable scale; its levels are zero with any.
-        levels = (values / scale.clamp_min(torch.finfo(torch.float32).tiny)).round().clamp(-127, 127).to(torch.int8)
+        levels = (
+            (values / scale.clamp_min(torch.finfo(torch.float32).tiny))
+            .round()
+            .clamp(-127, 127)
+            .to(torch.int8)
+        )
         return make_frame(self.name, tensor, tensor_bytes(levels) + tensor_bytes(scale))
 
     def decode(self, frame: Frame, context: CodecContext, device: torch.device) -> torch.Tensor:

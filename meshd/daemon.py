@@ -1,0 +1,252 @@
+"""The daemon: from a run spec or a swarm link to a peer at work, and back to nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from meshd.clock import Clock, SystemClock
+from meshd.config.peer import PeerConfig
+from meshd.config.runspec import ResolvedRun, RunSpec
+from meshd.discovery.addresses import PeerAddress, announced_hosts
+from meshd.discovery.dht import DhtRegistry
+from meshd.discovery.link import SwarmLink
+from meshd.discovery.p2pd import Endpoint
+from meshd.discovery.registry import Registry
+from meshd.discovery.static import StaticRegistry
+from meshd.errors import MeshdError, MismatchError
+from meshd.identity import Identity
+from meshd.observe.daemonfile import DaemonFile
+from meshd.observe.log import event
+from meshd.observe.metrics import Metrics, watch_loop_lag, watch_memory
+from meshd.optim.schedule import TokenCounter
+from meshd.peer.directory import Directory, Self
+from meshd.peer.handlers import DaemonHandlers
+from meshd.peer.join import Supply, fetch_run
+from meshd.peer.parts import Parts
+from meshd.peer.resolve import BUNDLES, load_run, resolve, run_directory, save_run
+from meshd.peer.seed import SeedPeer
+from meshd.peer.stage import StagePeer
+from meshd.peer.status import StatusBoard
+from meshd.proto import meshd_pb2 as pb
+from meshd.state.bundle import BundleStore
+from meshd.state.disk import disk_faults
+from meshd.state.peer_state import lock_state_dir
+from meshd.transport.grpc_client import GrpcTransport
+from meshd.transport.grpc_server import serve
+
+log = logging.getLogger(__name__)
+
+_ROLES = {"stage": pb.ROLE_STAGE, "seed": pb.ROLE_SEED}
+
+
+async def run_daemon(config: PeerConfig, spec: RunSpec | None, link: SwarmLink | None) -> int:
+    """Run one peer until its run has ended or a signal asks it to leave. Returns the exit code.
+
+    spec: given by the operator (`meshd run`), who makes the run from it; link: given to join a swarm. With both, the
+    operator's peer joins a swarm of that run. Raises MeshdError for what the user must know.
+    """
+    state_dir = config.state_dir.expanduser()
+    with lock_state_dir(state_dir):
+        identity, created = await asyncio.to_thread(Identity.load_or_create, state_dir / "identity.key")
+        if created:
+            event(log, "identity_created", path=state_dir / "identity.key", peer_id=identity.peer_id)
+        run: ResolvedRun | None
+        if spec is not None:
+            event(log, "preparing_run", name=spec.name)
+            run, folder = await asyncio.to_thread(resolve, spec, state_dir, identity.peer_id)
+        else:
+            assert link is not None
+            folder = run_directory(state_dir, link.run_id)
+            known = await asyncio.to_thread(load_run, folder)
+            run = known if known is not None and known.run_id == link.run_id else None
+        daemon = Daemon(config, state_dir, identity, link)
+        try:
+            with _signals(daemon):
+                await daemon.run(run, folder)
+        except BaseExceptionGroup as group:
+            raise _spoken(group) from None
+        finally:
+            DaemonFile.remove(state_dir)
+    return 0
+
+
+def _spoken(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one failure that the user is told: the first MeshdError, unless there is a bug beside it."""
+    expected, bugs = group.split(MeshdError)
+    if bugs is not None or expected is None:
+        return group
+    first: BaseException = expected
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    return first
+
+
+@contextmanager
+def _signals(daemon: Daemon) -> Iterator[None]:
+    """The first SIGINT or SIGTERM asks the daemon to leave in good order; the second ends it at once."""
+    loop = asyncio.get_running_loop()
+
+    def ask() -> None:
+        if daemon.leaving:
+            for child in psutil.Process().children(recursive=True):
+                child.kill()
+            # At once means without waiting for threads that compute.
+            os._exit(130)
+        event(log, "leaving", hint="once more to end at once, without handing back what is held")
+        daemon.leave()
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, ask)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+@dataclass
+class Daemon:
+    """One peer in this process."""
+
+    config: PeerConfig
+    state_dir: Path
+    identity: Identity
+    link: SwarmLink | None
+    clock: Clock = field(default_factory=SystemClock)
+    rng: random.Random = field(default_factory=random.Random)
+    leaving: bool = False
+    _peer: SeedPeer | StagePeer | None = None
+    _role: asyncio.Task[None] | None = None
+
+    def leave(self) -> None:
+        """Ask the peer to leave in good order; what has not begun to work yet is given up."""
+        self.leaving = True
+        if self._role is not None and (self._peer is None or not self._peer.leave()):
+            self._role.cancel()
+
+    async def run(self, run: ResolvedRun | None, folder: Path) -> None:
+        """Serve, register, play the role until the end. `run`: None when it must be asked for in the swarm."""
+        config, clock = self.config, self.clock
+        me = Self(
+            peer_id=self.identity.peer_id,
+            name=config.name or socket.gethostname()[:64],
+            role=_ROLES[config.role],
+            run_id=self._run_id(run),
+            # Milliseconds, so that no two starts of one peer are alike.
+            incarnation=int(clock.time() * 1000),
+        )
+        metrics = Metrics(clock)
+        status = StatusBoard(me, clock, metrics)
+        handlers = DaemonHandlers(me, clock, status)
+        async with (
+            serve(handlers, config.listen, config.port) as server,
+            self._registered(me.run_id, run) as registry,
+            _closing(GrpcTransport()) as transport,
+        ):
+            host = announced_hosts(config.listen, config.announce)[0]
+            me.address = f"[{host}]:{server.port}" if ":" in host else f"{host}:{server.port}"
+            me.maddrs = (
+                [str(address) for address in registry.maddrs()] if isinstance(registry, DhtRegistry) else []
+            )
+            directory = Directory(me, registry, TokenCounter(), clock)
+            status.directory, status.transport = directory, transport
+            self._say_where(me)
+            parts = Parts(folder, directory, transport, handlers, status, metrics)
+            async with asyncio.TaskGroup() as tasks:
+                services = [
+                    tasks.create_task(watch_loop_lag(metrics, clock)),
+                    tasks.create_task(watch_memory(metrics, clock)),
+                    tasks.create_task(directory.run()),
+                ]
+                if isinstance(registry, DhtRegistry):
+                    services.append(tasks.create_task(registry.run()))
+                self._role = tasks.create_task(self._play(run, parts))
+                if self.leaving:
+                    self._role.cancel()
+                await asyncio.wait({self._role})
+                for service in services:
+                    service.cancel()
+            await registry.withdraw()
+
+    async def _play(self, run: ResolvedRun | None, parts: Parts) -> None:
+        """Learn the run, then be a seed or a stage peer."""
+        directory = parts.directory
+        directory.me.state = pb.PEER_STATE_JOINING
+        if run is None:
+            parts.status.doing = lambda: "asking peers for the run spec"
+            run = await fetch_run(directory.me.run_id, directory, parts.transport, self.clock)
+            await asyncio.to_thread(save_run, parts.folder, run)
+        parts.status.run = parts.handlers.run = run
+        if isinstance(directory.registry, DhtRegistry):
+            directory.registry.set_stages(run.stages)
+        store = await asyncio.to_thread(BundleStore, parts.folder / BUNDLES)
+        supply = Supply(run, store, directory, parts.transport, self.clock, self.rng)
+        event(log, "run_known", name=run.spec.name, run_id=run.run_id, stages=run.stages)
+        if self.config.role == "seed":
+            self._peer = SeedPeer(run, supply, parts.handlers, parts.status)
+        else:
+            self._peer = StagePeer(self.config, supply, parts, self.rng)
+        await self._peer.run()
+
+    def _run_id(self, run: ResolvedRun | None) -> str:
+        if run is not None:
+            if self.link is not None and self.link.run_id != run.run_id:
+                raise MismatchError(
+                    f"the link is of run {self.link.run_id}, the run spec makes run {run.run_id}. "
+                    "Fix: the operator's own state directory, or `meshd join LINK`"
+                )
+            return run.run_id
+        assert self.link is not None
+        return self.link.run_id
+
+    @asynccontextmanager
+    async def _registered(self, run_id: str, run: ResolvedRun | None) -> AsyncIterator[Registry]:
+        """The registry that the link names; the DHT, alone, without one."""
+        config, link = self.config, self.link
+        if link is not None and link.file is not None:
+            registry: Registry = await StaticRegistry.start(
+                link.file, run_id, self.identity.peer_id, self.clock
+            )
+        else:
+            registry = await DhtRegistry.start(
+                self.identity,
+                run_id,
+                endpoint=Endpoint(config.listen, config.dht_port, config.announce),
+                bootstrap=link.addresses if link is not None else (),
+                stages=run.stages if run is not None else 0,
+                clock=self.clock,
+                rng=self.rng,
+            )
+        try:
+            yield registry
+        finally:
+            await registry.close()
+
+    def _say_where(self, me: Self) -> None:
+        """Log the link that leads here, and leave it for commands on this machine."""
+        link = self.link
+        if link is None or link.file is None:
+            link = SwarmLink(me.run_id, tuple(PeerAddress.parse(text) for text in me.maddrs))
+        with disk_faults(self.state_dir):
+            DaemonFile(me.address, os.getpid(), me.run_id, str(link)).write(self.state_dir)
+        event(log, "listening", grpc=me.address, peer_id=me.peer_id, link=link)
+
+
+@asynccontextmanager
+async def _closing(transport: GrpcTransport) -> AsyncIterator[GrpcTransport]:
+    try:
+        yield transport
+    finally:
+        await transport.close()

@@ -1,0 +1,155 @@
+"""Gossip of one peer: when to exchange, and with whom."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Collection, Sequence
+
+from meshd import PROTOCOL_VERSION
+from meshd.errors import MeshdError, MismatchError
+from meshd.gossip.exchange import SEGMENT_BYTES, Exchange, ExchangeRefused, ExchangeReport, check_open
+from meshd.gossip.values import BF16_DELTA, VALUE_BYTES, FlatParameters
+from meshd.observe.log import event
+from meshd.pipeline.service import Replica, Stage
+from meshd.proto import meshd_pb2 as pb
+from meshd.transport.base import Duplex, LinkLost
+
+log = logging.getLogger(__name__)
+
+# A partner that is in another exchange is asked again so often, after so long, before the next step is waited for.
+_RETRIES, _RETRY_S = 5, 0.2
+
+
+def choose_partner(
+    me: str, replicas: Sequence[Replica], tried: Collection[str], rng: random.Random
+) -> Replica | None:
+    """A random replica of the own stage that this peer may open an exchange with. Pure.
+
+    Of any two replicas only the one with the smaller peer id opens: so two never open exchanges with each other at
+    the same moment, each refusing the other because it is busy with its own.
+    """
+    able = [r for r in replicas if r.peer_id > me and r.peer_id not in tried]
+    return rng.choice(able) if able else None
+
+
+class Gossip:
+    """At most one exchange at a time. `run` opens them, `serve` answers them."""
+
+    def __init__(self, stage: Stage, flat: FlatParameters, own_stage: int) -> None:
+        self._stage, self._flat, self._own_stage = stage, flat, own_stage
+        self._spec = stage.runtime.run.spec.gossip
+        self._busy = False
+        self._due = asyncio.Event()
+        self._steps = 0
+
+    def stepped(self) -> None:
+        """The stage has taken an inner step."""
+        self._steps += 1
+        if self._steps >= self._spec.every:
+            self._due.set()
+
+    async def run(self) -> None:
+        """Exchange with a random replica whenever `every` steps were taken since the last exchange."""
+        while True:
+            await self._due.wait()
+            self._due.clear()
+            self._steps = 0
+            tried: set[str] = set()
+            for _ in range(_RETRIES):
+                partner = choose_partner(
+                    self._stage.peer_id, self._stage.around.replicas(self._own_stage), tried, self._stage.rng
+                )
+                if partner is None:
+                    break
+                if not self._busy and await self._try(partner, tried):
+                    break
+                await self._stage.clock.sleep(_RETRY_S * (0.5 + self._stage.rng.random()))
+
+    async def _try(self, partner: Replica, failed: set[str]) -> bool:
+        """One attempt. A partner that fails (and is not just busy) goes to `failed`."""
+        self._busy = True
+        try:
+            report = await self._open(partner)
+        except ExchangeRefused:
+            self._stage.metrics.count("gossip_busy")
+            return False
+        except (LinkLost, MismatchError) as error:
+            failed.add(partner.peer_id)
+            self._failed(partner.name, error)
+            return False
+        finally:
+            self._busy = False
+        self._done(partner.name, report)
+        return True
+
+    async def _open(self, partner: Replica) -> ExchangeReport:
+        opening = self._opening(self._stage.rng.getrandbits(64))
+        async with self._stage.transport.gossip(partner.address) as duplex:
+            await duplex.send(pb.GossipMessage(open=opening))
+            messages = aiter(duplex)
+            exchange = Exchange(duplex, messages, self._flat, self._stage.worker, self._spec.timeout_s)
+            reply = await exchange.next("open")
+            check_open(opening, reply.open)
+            self._stage.counter.merge(reply.open.committed)
+            return await exchange.run()
+
+    async def serve(self, duplex: Duplex[pb.GossipMessage]) -> None:
+        """Answer one exchange that a replica opened."""
+        messages = aiter(duplex)
+        exchange = Exchange(duplex, messages, self._flat, self._stage.worker, self._spec.timeout_s)
+        try:
+            theirs = (await exchange.next("open")).open
+            mine = self._opening(theirs.exchange)
+            check_open(mine, theirs)
+        except (LinkLost, MismatchError, ExchangeRefused) as error:
+            self._failed(duplex.remote, error)
+            await self._refuse(duplex, str(error), busy=False)
+            return
+        if self._busy:
+            await self._refuse(duplex, "in another exchange", busy=True)
+            return
+        self._busy = True
+        try:
+            self._stage.counter.merge(theirs.committed)
+            await duplex.send(pb.GossipMessage(open=mine))
+            self._done(duplex.remote, await exchange.run())
+            # Exchanged with: what this peer would open itself can wait as long again.
+            self._steps = 0
+        except (LinkLost, MismatchError, ExchangeRefused) as error:
+            self._failed(duplex.remote, error)
+        finally:
+            self._busy = False
+
+    async def _refuse(self, duplex: Duplex[pb.GossipMessage], reason: str, busy: bool) -> None:
+        try:
+            await duplex.send(pb.GossipMessage(refusal=pb.GossipRefusal(reason=reason[:200], busy=busy)))
+        except LinkLost:
+            return  # it has gone: nobody is left to be refused
+
+    def _opening(self, exchange: int) -> pb.GossipOpen:
+        return pb.GossipOpen(
+            run_id=self._stage.runtime.run.run_id,
+            protocol=PROTOCOL_VERSION,
+            peer_id=self._stage.peer_id,
+            stage=self._own_stage,
+            exchange=exchange,
+            weight_version=self._stage.runtime.version,
+            values=BF16_DELTA,
+            segment_bytes=SEGMENT_BYTES,
+            payload_bytes=self._flat.count * VALUE_BYTES,
+            committed=self._stage.counter.to_proto(),
+        )
+
+    def _done(self, partner: str, report: ExchangeReport) -> None:
+        metrics = self._stage.metrics
+        metrics.count("gossip_exchanges")
+        metrics.count("gossip_sent_bytes", report.bytes_sent)
+        metrics.count("gossip_received_bytes", report.bytes_received)
+        metrics.gauge("gossip_distance", report.distance)
+        event(log, "gossip", level=logging.DEBUG, peer=partner, distance=report.distance)
+
+    def _failed(self, partner: str, error: MeshdError) -> None:
+        self._stage.metrics.count("gossip_failed")
+        event(log, "gossip_failed", level=logging.WARNING, peer=partner, reason=str(error))

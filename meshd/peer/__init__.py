@@ -1,0 +1,1 @@
+"""One daemon: its parts, wired together."""

@@ -1,0 +1,144 @@
+"""What one peer knows of the swarm, and what it says of itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from meshd import PROTOCOL_VERSION
+from meshd.clock import Clock
+from meshd.discovery.registry import Registry
+from meshd.errors import NetworkError
+from meshd.observe.log import event
+from meshd.optim.schedule import TokenCounter
+from meshd.pipeline.service import Replica
+from meshd.proto import meshd_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+RENEW_S = 3.0
+# A record outlives some lost renewals; a peer that died is noticed by its streams long before.
+LIFETIME_S = 30.0
+
+_SERVING = (pb.PEER_STATE_WORKING, pb.PEER_STATE_FINISHED)
+
+
+@dataclass
+class Self:
+    """This peer, as it announces itself. Mutable: the daemon changes it as it goes."""
+
+    peer_id: str
+    name: str
+    role: pb.Role
+    run_id: str
+    incarnation: int
+    address: str = ""
+    stage: int = -1
+    state: pb.PeerState = pb.PEER_STATE_STARTING
+    maddrs: Sequence[str] = ()
+    weight_version: int = 0
+    tokens_per_s: float = 0.0
+    claimed: float = 0.0
+
+
+@dataclass
+class Directory:
+    """Registry, kept fresh. `on_change` is called after every refresh."""
+
+    me: Self
+    registry: Registry
+    counter: TokenCounter
+    clock: Clock
+    on_change: Callable[[], None] = lambda: None
+    _version: int = field(default=0, init=False)
+    _seen: dict[str, str] = field(default_factory=dict, init=False)
+
+    async def announce(self) -> None:
+        """Publish this peer's record as it is now. A failure is logged; the next renewal tries again."""
+        self._version += 1
+        me = self.me
+        record = pb.Record(
+            run_id=me.run_id,
+            peer_id=me.peer_id,
+            name=me.name,
+            role=me.role,
+            stage=me.stage,
+            state=me.state,
+            address=me.address,
+            maddrs=list(me.maddrs)[:8],
+            protocol=PROTOCOL_VERSION,
+            incarnation=me.incarnation,
+            version=self._version,
+            weight_version=me.weight_version,
+            tokens_per_s=me.tokens_per_s,
+            expires=self.clock.time() + LIFETIME_S,
+            # A record is at most 10 KB.
+            committed=self.counter.to_proto()[:64],
+            claimed=me.claimed,
+        )
+        try:
+            await self.registry.announce(record)
+        except NetworkError as error:
+            event(log, "announce_failed", level=logging.WARNING, reason=str(error))
+
+    async def refresh(self) -> Sequence[pb.Record]:
+        """Read the registry anew."""
+        peers = await self.registry.refresh()
+        for peer in peers:
+            self.counter.merge(peer.committed)
+        self._report(peers)
+        self.on_change()
+        return peers
+
+    async def run(self) -> None:
+        """Announce and refresh until cancelled."""
+        while True:
+            await self.announce()
+            await self.refresh()
+            await self.clock.sleep(RENEW_S)
+
+    @property
+    def peers(self) -> Sequence[pb.Record]:
+        """Records of the others at the last refresh."""
+        return [peer for peer in self.registry.peers if peer.protocol == PROTOCOL_VERSION]
+
+    def stage_peers(self, stage: int) -> list[pb.Record]:
+        """Records of the others that serve a stage."""
+        return [p for p in self.peers if p.role == pb.ROLE_STAGE and p.stage == stage and p.state in _SERVING]
+
+    def seeds(self) -> list[pb.Record]:
+        return [p for p in self.peers if p.role == pb.ROLE_SEED]
+
+    def replicas(self, stage: int) -> list[Replica]:
+        return [Replica(p.peer_id, p.name or p.peer_id[-8:], p.address) for p in self.stage_peers(stage)]
+
+    def live_replicas(self) -> int:
+        """Working replicas of the own stage, this peer included."""
+        return 1 + len(self.stage_peers(self.me.stage))
+
+    def leads(self) -> bool:
+        """Whether this peer is its stage's leader: of the working replicas, the one with the smallest peer id."""
+        return all(self.me.peer_id < p.peer_id for p in self.stage_peers(self.me.stage))
+
+    def donors(self, stage: int) -> list[str]:
+        """Addresses of those who may have a stage's bundles: its replicas and the seeds."""
+        return _addresses(self.stage_peers(stage)) + _addresses(self.seeds())
+
+    def everyone(self) -> list[str]:
+        return _addresses(self.peers)
+
+    def _report(self, peers: Iterable[pb.Record]) -> None:
+        """One line for each peer that came or went."""
+        now = {peer.peer_id: f"{peer.name or peer.peer_id[-8:]}" for peer in peers}
+        for peer_id, name in now.items():
+            if peer_id not in self._seen:
+                event(log, "peer_found", peer=name)
+        for peer_id, name in self._seen.items():
+            if peer_id not in now:
+                event(log, "peer_gone", peer=name)
+        self._seen = now
+
+
+def _addresses(peers: Iterable[pb.Record]) -> list[str]:
+    return [peer.address for peer in peers]

@@ -1,0 +1,166 @@
+"""How a peer comes by what it needs: the run spec from the link alone, then bundles from peers (or from the source)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from meshd import PROTOCOL_VERSION
+from meshd.clock import Clock
+from meshd.config.runspec import ResolvedRun
+from meshd.errors import MeshdError, MismatchError, NetworkError
+from meshd.model.families import load_config
+from meshd.model.sources import resolve_source
+from meshd.model.weights import write_base
+from meshd.observe.log import event
+from meshd.peer.directory import Directory
+from meshd.peer.handlers import report_skew
+from meshd.proto import meshd_pb2 as pb
+from meshd.state.bundle import BundleStore
+from meshd.state.fetch import fetch_bundle
+from meshd.state.manifest import Manifest
+from meshd.state.stage_state import WEIGHTS
+from meshd.transport.base import Transport
+
+log = logging.getLogger(__name__)
+
+_LONGEST_WAIT_S = 15.0
+
+
+async def fetch_run(run_id: str, directory: Directory, transport: Transport, clock: Clock) -> ResolvedRun:
+    """The run spec, from any peer that answers; its hash must be the run id. Tries for ever: a swarm may come later.
+
+    Raises MismatchError when a peer speaks another protocol.
+    """
+    wait = 1.0
+    while True:
+        peers = await directory.refresh()
+        failures = []
+        for peer in peers:
+            try:
+                return await _ask_run(run_id, peer, directory, transport, clock)
+            except MismatchError:
+                raise
+            except MeshdError as error:
+                failures.append(f"{peer.name or peer.peer_id[-8:]} at {peer.address}: {error}")
+        problem = "; ".join(failures) or "no peer of this run is announced"
+        event(log, "no_run_yet", level=logging.WARNING, problem=problem, next_try_s=wait)
+        await clock.sleep(wait)
+        wait = min(_LONGEST_WAIT_S, 1.5 * wait)
+
+
+async def _ask_run(
+    run_id: str, peer: pb.Record, directory: Directory, transport: Transport, clock: Clock
+) -> ResolvedRun:
+    me = directory.me
+    hello = pb.HelloRequest(
+        run_id=run_id,
+        protocol=PROTOCOL_VERSION,
+        peer_id=me.peer_id,
+        name=me.name,
+        role=me.role,
+        stage=me.stage,
+        incarnation=me.incarnation,
+        wall_clock=clock.time(),
+    )
+    reply = await transport.hello(peer.address, hello)
+    report_skew(reply.name, reply.wall_clock - clock.time())
+    given = await transport.get_run(peer.address, pb.GetRunRequest(run_id=run_id))
+    try:
+        run = ResolvedRun.model_validate_json(given.resolved_run)
+    except ValidationError as error:
+        raise NetworkError(f"it gave a run spec that does not read: {error.error_count()} errors") from error
+    if run.run_id != run_id:
+        raise NetworkError("it gave a run spec that is not the one in the link")
+    return run
+
+
+@dataclass(frozen=True)
+class Supply:
+    """Where bundles come from, and go."""
+
+    run: ResolvedRun
+    store: BundleStore
+    directory: Directory
+    transport: Transport
+    clock: Clock
+    rng: random.Random
+
+    async def tokenizer(self) -> Path:
+        """Folder with config and tokenizer files."""
+        name = "run/tokenizer"
+        await self._need(name, self.run.resolved.tokenizer_sha256, self.directory.everyone)
+        return self.store.path(name, "config.json").parent
+
+    async def data(self) -> Path:
+        """Folder with the tokenized corpus."""
+        name = "run/data"
+        await self._need(name, self.run.resolved.data_sha256, self.directory.everyone)
+        return self.store.path(name, "facts.json").parent
+
+    async def base(self, stage: int) -> None:
+        """The stage's base weights."""
+        name, digest = f"base/{stage}", self.run.resolved.base_sha256[stage]
+        if self.run.spec.model.weights_from == "source":
+            await asyncio.to_thread(self._base_from_source, stage, digest)
+        else:
+            await self._need(name, digest, lambda: self.directory.donors(stage))
+
+    async def live(self, stage: int, donors: list[str]) -> int:
+        """A working replica's parameters and optimizer. Returns its weight version."""
+        manifest = await self._fetch(f"live/{stage}", None, lambda: donors)
+        return int(manifest.facts.get("weight_version", 0))
+
+    async def snapshot(self, stage: int, watermark: int, donors: list[str], patience_s: float = 10.0) -> None:
+        """The stage's average at a watermark. Raises NetworkError when nobody has it."""
+        await self._fetch(f"snapshot/{stage}/{watermark}", None, lambda: donors, patience_s)
+
+    async def _need(self, name: str, digest: str, donors: Callable[[], list[str]]) -> None:
+        """Fetch until it is here: without it this peer can do nothing."""
+        while True:
+            try:
+                await self._fetch(name, digest, donors)
+                return
+            except NetworkError as error:
+                event(log, "waiting_for_bundle", level=logging.WARNING, bundle=name, reason=str(error))
+
+    async def _fetch(
+        self, name: str, digest: str | None, donors: Callable[[], list[str]], patience_s: float = 30.0
+    ) -> Manifest:
+        async def fresh() -> list[str]:
+            await self.directory.refresh()
+            return donors()
+
+        return await fetch_bundle(
+            name,
+            fresh,
+            self.transport,
+            self.store,
+            self.run.run_id,
+            clock=self.clock,
+            rng=self.rng,
+            expected_sha256=digest,
+            patience_s=patience_s,
+        )
+
+    def _base_from_source(self, stage: int, digest: str) -> None:
+        name, model = f"base/{stage}", self.run.spec.model
+        if name in self.store.names() and self.store.manifest(name).sha256 == digest:
+            return
+        folder = resolve_source(model.source, model.revision)
+        resolved = self.run.resolved
+        with self.store.writing(name, {}) as directory:
+            write_base(folder, load_config(folder), resolved.cut, resolved.tied, stage, directory / WEIGHTS)
+        found = self.store.manifest(name).sha256
+        if found != digest:
+            self.store.delete(name)
+            raise MismatchError(
+                f"{model.source} here gives other weights for stage {stage} than the operator's. "
+                'Fix: the same revision, or weights_from = "peers"'
+            )

@@ -1,0 +1,157 @@
+"""From a run spec to a run: what the operator's peer measures, hashes and keeps for others, before anyone joins.
+
+Blocking (minutes for a large model): runs in a thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from pathlib import Path
+
+from pydantic import ValidationError
+from transformers import AutoTokenizer, PreTrainedConfig
+
+from meshd.config.runspec import Resolved, ResolvedRun, RunSpec
+from meshd.data.build import build_dataset
+from meshd.errors import ConfigError, DataError
+from meshd.model.cost import measure_costs
+from meshd.model.cut import Tied, check_cut, check_stages
+from meshd.model.export import tokenizer_files
+from meshd.model.families import check_seq_len, load_config, resolve_tied
+from meshd.model.sources import resolve_source
+from meshd.model.weights import write_base
+from meshd.observe.log import event
+from meshd.state.bundle import BundleStore
+from meshd.state.disk import write_synced
+from meshd.state.stage_state import WEIGHTS
+from meshd.wire import codec_named
+
+log = logging.getLogger(__name__)
+
+RESOLVED = "run.json"
+BUNDLES = "bundles"
+
+
+def run_directory(state_dir: Path, run_id: str) -> Path:
+    """Where a peer keeps what belongs to one run."""
+    return state_dir / "runs" / run_id[:16]
+
+
+def load_run(directory: Path) -> ResolvedRun | None:
+    """The run that a directory belongs to; None when it holds none. Raises DataError when it is damaged."""
+    path = directory / RESOLVED
+    if not path.exists():
+        return None
+    try:
+        return ResolvedRun.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise DataError(f"{path} is damaged or of another version: {error}. Move {directory} away") from error
+
+
+def save_run(directory: Path, run: ResolvedRun) -> None:
+    """Keep the run spec in its directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_synced(directory / RESOLVED, run.canonical())
+
+
+def check_spec(spec: RunSpec) -> None:
+    """What a run spec alone cannot know is wrong with it: codec names and bounds between tables. Raises ConfigError."""
+    boundaries = {"wire": spec.wire, **{f"wire.boundary.{n}": b for n, b in spec.wire.boundary.items()}}
+    for field, boundary in boundaries.items():
+        codec_named(boundary.forward, f"{field}.forward")
+        codec_named(boundary.backward, f"{field}.backward")
+    if spec.optim.inner_batch < spec.data.microbatch:
+        raise ConfigError(
+            "optim.inner_batch",
+            spec.optim.inner_batch,
+            f"an inner step cannot be smaller than one microbatch of {spec.data.microbatch} sequences",
+            f"use at least {spec.data.microbatch}, or a smaller data.microbatch",
+        )
+
+
+def resolve(spec: RunSpec, state_dir: Path, operator: str) -> tuple[ResolvedRun, Path]:
+    """The run of a spec and its directory, made now or found from an earlier start with the same spec.
+
+    Fetches the model, measures the cut if none is given, tokenizes the corpus, and writes the bundles that joiners
+    ask for. Raises ConfigError or DataError naming the field.
+    """
+    check_spec(spec)
+    found = _earlier(spec, state_dir, operator)
+    if found is not None:
+        return found
+    digest = hashlib.sha256(json.dumps(spec.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
+    building = state_dir / "runs" / f"new-{digest[:16]}"
+    building.mkdir(parents=True, exist_ok=True)
+    store = BundleStore(building / BUNDLES)
+    run = ResolvedRun(spec=spec, resolved=_make_bundles(spec, store), operator=operator)
+    save_run(building, run)
+    directory = run_directory(state_dir, run.run_id)
+    if directory.exists():
+        raise DataError(f"{directory} exists without a readable {RESOLVED}. Move it away and start again")
+    shutil.move(building, directory)
+    return run, directory
+
+
+def _earlier(spec: RunSpec, state_dir: Path, operator: str) -> tuple[ResolvedRun, Path] | None:
+    for path in sorted((state_dir / "runs").glob(f"*/{RESOLVED}")):
+        run = load_run(path.parent)
+        # A measured cut differs from start to start; the run must not.
+        if run is not None and run.spec == spec and run.operator == operator:
+            if path.parent.name.startswith("new-"):
+                continue
+            return run, path.parent
+    return None
+
+
+def _make_bundles(spec: RunSpec, store: BundleStore) -> Resolved:
+    model_dir = resolve_source(spec.model.source, spec.model.revision)
+    config = load_config(model_dir)
+    check_seq_len(config, spec.data.seq_len)
+    tied = resolve_tied(config, spec.model.tied)
+    cut = _cut(spec, config, tied)
+    tokenizer = store.write("run/tokenizer", {path.name: path for path in tokenizer_files(model_dir)}, {})
+    base = []
+    for stage in range(len(cut) + 1):
+        with store.writing(f"base/{stage}", {}) as directory:
+            write_base(model_dir, config, cut, tied, stage, directory / WEIGHTS)
+        base.append(store.manifest(f"base/{stage}").sha256)
+    with store.writing("run/data", {}) as directory:
+        facts = build_dataset(spec.data, AutoTokenizer.from_pretrained(model_dir), directory)
+    event(log, "corpus", summary=facts.summary())
+    if facts.vocabulary > config.vocab_size:
+        raise DataError(
+            f"the tokenizer of {spec.model.source} has {facts.vocabulary} tokens, its model {config.vocab_size}. "
+            "Use the tokenizer that the model was trained with"
+        )
+    return Resolved(
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        vocabulary=config.vocab_size,
+        cut=cut,
+        tied=tied,
+        base_sha256=base,
+        tokenizer_sha256=tokenizer.sha256,
+        data_sha256=store.manifest("run/data").sha256,
+    )
+
+
+def _cut(spec: RunSpec, config: PreTrainedConfig, tied: Tied) -> list[int]:
+    layers = config.num_hidden_layers
+    if spec.model.cut is None:
+        check_stages(layers, spec.model.stages)
+        costs = measure_costs(config, spec.data.seq_len, spec.data.microbatch)
+        cut = costs.cut(spec.model.stages, tied)
+        event(log, "cut", layers=layers, first_layers=[0, *cut])
+        return cut
+    if len(spec.model.cut) + 1 != spec.model.stages:
+        raise ConfigError(
+            "model.cut",
+            spec.model.cut,
+            f"it makes {len(spec.model.cut) + 1} stages where model.stages is {spec.model.stages}",
+            "make the two agree: a cut names the first layer of every stage but the first",
+        )
+    check_cut(layers, spec.model.cut)
+    return list(spec.model.cut)

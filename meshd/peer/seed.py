@@ -1,0 +1,130 @@
+"""A seed: bootstrap address, keeper of run spec, base weights, data and of the newest complete snapshots. It computes
+nothing and needs no GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from meshd.config.runspec import ResolvedRun
+from meshd.errors import NetworkError, ResourceError
+from meshd.observe.log import event
+from meshd.peer.directory import Directory
+from meshd.peer.handlers import DaemonHandlers
+from meshd.peer.join import Supply
+from meshd.peer.status import StatusBoard
+from meshd.proto import meshd_pb2 as pb
+from meshd.state.donor import Donor
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 2.0
+
+
+class SeedPeer:
+    """Keeps what others need. `run` returns when `leave` was called."""
+
+    def __init__(
+        self, run: ResolvedRun, supply: Supply, handlers: DaemonHandlers, status: StatusBoard
+    ) -> None:
+        self._run, self._supply, self._handlers, self._status = run, supply, handlers, status
+        self._directory: Directory = supply.directory
+        self._leaving = asyncio.Event()
+        self._doing = "getting the base model"
+
+    async def run(self) -> None:
+        me = self._directory.me
+        self._status.doing = lambda: self._doing
+        self._handlers.donor = Donor(
+            self._supply.store,
+            self._run.run_id,
+            clock=self._supply.clock,
+            others=lambda bundle: self._directory.everyone(),
+        )
+        me.state = pb.PEER_STATE_SYNCING
+        await self._directory.announce()
+        async with asyncio.TaskGroup() as tasks:
+            keeping = tasks.create_task(self._keep())
+            await self._leaving.wait()
+            keeping.cancel()
+
+    def leave(self) -> bool:
+        """Make `run` return. True: it will."""
+        self._leaving.set()
+        return True
+
+    async def _keep(self) -> None:
+        supply, me = self._supply, self._directory.me
+        await supply.tokenizer()
+        await supply.data()
+        for stage in range(self._run.stages):
+            await supply.base(stage)
+        me.state = pb.PEER_STATE_WORKING
+        await self._directory.announce()
+        while True:
+            self._doing = "keeping the run's state for others"
+            await self._collect()
+            await supply.clock.sleep(_POLL_S)
+
+    async def _collect(self) -> None:
+        """Bring new snapshots here; once the last one is whole and evaluated, say that the run has finished."""
+        spec, me = self._run.spec, self._directory.me
+        stop = spec.stop_tokens
+        for watermark in await self._offered():
+            if not await self._bring(watermark):
+                return
+            event(log, "snapshot_kept", tokens=watermark, stages=self._run.stages)
+            for stage in range(self._run.stages):
+                await asyncio.to_thread(self._supply.store.prune, f"snapshot/{stage}", spec.snapshot.keep)
+        ended = any(peer.state == pb.PEER_STATE_FINISHED for peer in self._directory.stage_peers(0))
+        if ended and stop in await asyncio.to_thread(self.complete) and me.state != pb.PEER_STATE_FINISHED:
+            await self._status.answer(
+                pb.StatusRequest(swarm=True)
+            )  # the last losses, before their peers leave
+            me.state = pb.PEER_STATE_FINISHED
+            self._doing = "the run has ended; serving its result"
+            await self._directory.announce()
+            event(log, "run_finished", tokens=self._directory.counter.total)
+
+    async def _offered(self) -> list[int]:
+        """Watermarks that stage 0 has a snapshot of and this seed has not."""
+        here = await asyncio.to_thread(self.complete)
+        found: set[int] = set()
+        for peer in self._directory.stage_peers(0):
+            try:
+                reply = await self._supply.transport.list_bundles(
+                    peer.address, pb.ListRequest(run_id=self._run.run_id)
+                )
+            except NetworkError:
+                continue  # it is leaving, or gone: its streams say so elsewhere
+            found.update(int(n.rpartition("/")[2]) for n in reply.bundles if n.startswith("snapshot/0/"))
+        newest = max(here, default=-1)
+        return sorted(watermark for watermark in found if watermark > newest)[-1:]
+
+    async def _bring(self, watermark: int) -> bool:
+        for stage in range(self._run.stages):
+            donors = [peer.address for peer in self._directory.stage_peers(stage)]
+            try:
+                await self._supply.snapshot(stage, watermark, donors)
+            except (NetworkError, ResourceError) as error:
+                level = logging.WARNING if isinstance(error, ResourceError) else logging.DEBUG
+                event(
+                    log, "snapshot_incomplete", level=level, stage=stage, tokens=watermark, reason=str(error)
+                )
+                return False
+        return True
+
+    def complete(self) -> list[int]:
+        """Watermarks of which every stage's snapshot is here, ascending."""
+        return complete_watermarks(self._supply.store.names(), self._run.stages)
+
+
+def complete_watermarks(bundles: list[str], stages: int) -> list[int]:
+    """Of bundle names, the watermarks for which all stages have a snapshot, ascending. Pure."""
+    of_stage: list[set[int]] = [set() for _ in range(stages)]
+    for name in bundles:
+        kind, _, rest = name.partition("/")
+        stage, _, watermark = rest.partition("/")
+        if kind == "snapshot" and int(stage) < stages:
+            of_stage[int(stage)].add(int(watermark))
+    return sorted(set.intersection(*of_stage))

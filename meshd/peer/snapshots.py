@@ -1,0 +1,226 @@
+"""Snapshots of one stage: each replica's part at a token watermark, averaged by the stage's leader (DESIGN section 7).
+
+The average is what is evaluated, exported and, at the end of the run, taken over by every replica: one thing under one
+name, so that the loss that the swarm reports is the loss of the checkpoint that people take away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections import ChainMap
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from meshd.errors import DataError, NetworkError, ResourceError
+from meshd.model.families import load_config
+from meshd.model.stage import StageModel
+from meshd.observe.log import event
+from meshd.peer.directory import Directory
+from meshd.pipeline.service import Stage
+from meshd.pipeline.worker import BACKGROUND
+from meshd.state.bundle import BundleStore
+from meshd.state.fetch import fetch_bundle
+from meshd.state.stage_state import read_params, write_average, write_stage
+from meshd.transport.base import NotHere
+
+log = logging.getLogger(__name__)
+
+# How long a leader waits for the other replicas' parts. They see the watermark within seconds of each other; the
+# rest is transfer, which has its own progress time-out.
+_PART_PATIENCE_S = 30.0
+_POLL_S = 0.5
+_KEEP_FROZEN_S = 20.0
+
+
+def next_watermark(done: int, every: int, stop: int) -> int:
+    """The first watermark after `done` tokens: a multiple of `every`, or the end of the run. Pure."""
+    return min((done // every + 1) * every, stop)
+
+
+def base_of(store: BundleStore, stage: int) -> dict[str, torch.Tensor]:
+    """The stage's base weights, memory-mapped."""
+    return read_params(store, f"base/{stage}")
+
+
+def model_of(
+    stage: Stage, number: int, store: BundleStore, weights: Mapping[str, torch.Tensor]
+) -> StageModel:
+    """A stage model with these weights, in evaluation mode. What they lack (frozen copies) is the base's."""
+    resolved = stage.runtime.run.resolved
+    config = load_config(store.path("run/tokenizer", "config.json").parent)
+    model = StageModel(config, resolved.cut, resolved.tied, number, stage.runtime.model.dtype)
+    model.load(ChainMap(dict(weights), base_of(store, number)), stage.runtime.device)
+    return model.eval()
+
+
+@dataclass
+class _Frozen:
+    watermark: int
+    model: StageModel
+    used: float
+
+
+class Snapshots:
+    """Takes snapshots when watermarks are passed, and lends the frozen models to evaluation.
+
+    `finished` is set once the final snapshot is here and this peer's parameters are those of it.
+    """
+
+    def __init__(self, stage: Stage, number: int, store: BundleStore, directory: Directory) -> None:
+        self._stage, self._number, self._store, self._directory = stage, number, store, directory
+        self._spec = stage.runtime.run.spec
+        self._frozen: _Frozen | None = None
+        self._loading = asyncio.Lock()
+        self._done = max((w for w in self.watermarks() if w > 0), default=0)
+        self.finished = asyncio.Event()
+
+    def watermarks(self) -> list[int]:
+        """Watermarks of the averaged snapshots on this disk, ascending."""
+        prefix = f"snapshot/{self._number}/"
+        return sorted(int(n.removeprefix(prefix)) for n in self._store.names() if n.startswith(prefix))
+
+    async def run(self) -> None:
+        """Watch the token counter until the run's end."""
+        every, stop = self._spec.snapshot.every_tokens, self._spec.stop_tokens
+        while not self.finished.is_set():
+            await self._stage.clock.sleep(_POLL_S)
+            total = self._stage.counter.total
+            self._let_go()
+            if total < next_watermark(self._done, every, stop) and self._done < stop:
+                continue
+            # Several may have passed while this peer was busy: only the last one is worth a snapshot.
+            watermark = stop if total >= stop else total // every * every
+            await self._take(watermark)
+            self._done = watermark
+            if watermark == stop:
+                await self._finish(stop)
+
+    async def _take(self, watermark: int) -> None:
+        """This replica's part, and the average when this peer leads. Training goes on whatever happens here."""
+        facts = {"tokens": watermark, "weight_version": self._stage.runtime.version}
+        part = f"part/{self._number}/{watermark}"
+        model, store = self._stage.runtime.model, self._store
+        try:
+            await self._stage.worker.run(
+                lambda: write_stage(store, part, model.trainable(), None, facts), BACKGROUND
+            )
+            await self.save_live()
+            if self._directory.leads():
+                await self._average(watermark)
+            await asyncio.to_thread(self._store.prune, f"part/{self._number}", 2)
+            await asyncio.to_thread(self._store.prune, f"snapshot/{self._number}", self._spec.snapshot.keep)
+        except (ResourceError, DataError) as error:
+            self._stage.metrics.count("snapshots_failed")
+            event(log, "snapshot_failed", level=logging.ERROR, tokens=watermark, reason=str(error))
+
+    async def save_live(self) -> None:
+        """Parameters and optimizer as they are now, as bundle `live/STAGE`: for newcomers, and for a restart."""
+        runtime, store, number = self._stage.runtime, self._store, self._number
+        tokens = self._stage.counter.total
+
+        def write() -> None:
+            facts = {"tokens": tokens, "weight_version": runtime.version}
+            write_stage(store, f"live/{number}", runtime.model.trainable(), runtime.optimizer.state(), facts)
+
+        await self._stage.worker.run(write, BACKGROUND)
+
+    async def _average(self, watermark: int) -> None:
+        """As the leader: bring the others' parts here and write the stage's average of them."""
+        name = f"part/{self._number}/{watermark}"
+        sources = [await asyncio.to_thread(read_params, self._store, name)]
+        contributors = [self._stage.peer_id]
+        scratch = self._store.root.parent / "averaging"
+        for replica in self._directory.stage_peers(self._number):
+            # Every replica's part has the same name: one store for each.
+            theirs = await asyncio.to_thread(BundleStore, scratch / replica.peer_id)
+            try:
+                await fetch_bundle(
+                    name,
+                    [replica.address],
+                    self._stage.transport,
+                    theirs,
+                    self._stage.runtime.run.run_id,
+                    clock=self._stage.clock,
+                    rng=self._stage.rng,
+                    patience_s=_PART_PATIENCE_S,
+                )
+            except NetworkError as error:
+                event(
+                    log,
+                    "part_missing",
+                    level=logging.WARNING,
+                    peer=replica.name,
+                    tokens=watermark,
+                    reason=str(error),
+                )
+                continue
+            sources.append(await asyncio.to_thread(read_params, theirs, name))
+            contributors.append(replica.peer_id)
+        facts = {
+            "tokens": watermark,
+            "contributors": contributors,
+            "weight_version": self._stage.runtime.version,
+        }
+        snapshot = f"snapshot/{self._number}/{watermark}"
+        weights = [1.0] * len(sources)
+        await asyncio.to_thread(write_average, self._store, snapshot, sources, weights, facts)
+        await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+        event(log, "snapshot", tokens=watermark, replicas=len(sources))
+
+    async def _finish(self, stop: int) -> None:
+        """Get the final average, from whoever made it, and take it over: the replicas now agree exactly."""
+        name = f"snapshot/{self._number}/{stop}"
+        while name not in await asyncio.to_thread(self._store.names):
+            if self._directory.leads():
+                # The leader of a moment ago may have gone before it was done.
+                await self._average(stop)
+                continue
+            try:
+                await self._fetch(name, self._directory.donors(self._number))
+            except NetworkError as error:
+                event(log, "waiting_for_snapshot", level=logging.WARNING, tokens=stop, reason=str(error))
+        final = await asyncio.to_thread(read_params, self._store, name)
+        await self._stage.worker.run(lambda: self._stage.runtime.adopt(final), BACKGROUND)
+        await self.save_live()
+        self.finished.set()
+
+    async def _fetch(self, name: str, donors: list[str]) -> None:
+        await fetch_bundle(
+            name,
+            donors,
+            self._stage.transport,
+            self._store,
+            self._stage.runtime.run.run_id,
+            clock=self._stage.clock,
+            rng=self._stage.rng,
+            patience_s=_PART_PATIENCE_S,
+        )
+
+    # ---- frozen models for evaluation -------------------------------------------------------------------------------
+
+    async def frozen(self, watermark: int) -> StageModel | None:
+        """The stage as it was at a watermark (0: the base model), or None when this peer does not have it."""
+        async with self._loading:
+            if self._frozen is None or self._frozen.watermark != watermark:
+                try:
+                    model = await asyncio.to_thread(self._load, watermark)
+                except (NotHere, DataError) as error:
+                    event(log, "no_frozen_model", level=logging.DEBUG, tokens=watermark, reason=str(error))
+                    return None
+                self._frozen = _Frozen(watermark, model, 0.0)
+            self._frozen.used = self._stage.clock.monotonic()
+            return self._frozen.model
+
+    def _load(self, watermark: int) -> StageModel:
+        name = f"snapshot/{self._number}/{watermark}"
+        weights = read_params(self._store, name) if watermark else {}
+        return model_of(self._stage, self._number, self._store, weights)
+
+    def _let_go(self) -> None:
+        """Free the frozen model once evaluation has moved on: it is as large as the stage."""
+        if self._frozen is not None and self._stage.clock.monotonic() - self._frozen.used > _KEEP_FROZEN_S:
+            self._frozen = None

@@ -1,0 +1,343 @@
+"""A stage peer: claim a stage, get its state, compute, average, snapshot, until the run ends or the peer leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+
+import psutil
+import torch
+
+from meshd.config.peer import PeerConfig
+from meshd.data.dataset import Dataset
+from meshd.data.stream import TokenStream, stream_seed
+from meshd.errors import DataError, NetworkError, ResourceError
+from meshd.gossip.service import Gossip
+from meshd.gossip.values import FlatParameters
+from meshd.model.families import load_config
+from meshd.model.stage import StageModel
+from meshd.model.weights import memory_estimate
+from meshd.observe.log import event
+from meshd.optim.inner import StepReport
+from meshd.peer.directory import Directory
+from meshd.peer.evaluation import Evaluation
+from meshd.peer.join import Supply
+from meshd.peer.parts import Parts
+from meshd.peer.snapshots import Snapshots, base_of
+from meshd.pipeline.injector import Injector
+from meshd.pipeline.journal import Journal
+from meshd.pipeline.runtime import StageRuntime
+from meshd.pipeline.service import Pipeline, Stage, Surroundings
+from meshd.pipeline.upstream import Intake
+from meshd.pipeline.worker import DeviceWorker
+from meshd.placement import choose_stage, settle
+from meshd.proto import meshd_pb2 as pb
+from meshd.state.donor import Donor
+from meshd.state.live import LiveBundles
+from meshd.state.stage_state import read_optimizer, read_params
+from meshd.transport.base import NotHere
+
+log = logging.getLogger(__name__)
+
+# Between a claim and the second look at the swarm: long enough for claims made at the same time to be seen.
+_SETTLE_S = 2.0
+_SETTLE_ROUNDS = 8
+
+
+def choose_device(wanted: str) -> torch.device:
+    """`auto`: CUDA where there is one. Raises ResourceError when the named device is not there (C28)."""
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(wanted)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ResourceError(
+            f'device = {wanted!r}: torch sees {torch.cuda.device_count()} CUDA devices. Fix: device = "cpu", or install '
+            "a CUDA build of torch and the driver"
+        )
+    return device
+
+
+async def claim_stage(directory: Directory, stages: int, wanted: int | None) -> None:
+    """Take a stage: the wanted one, or the one that needs a replica most; settled with others who come just now."""
+    me, clock = directory.me, directory.clock
+    me.state = pb.PEER_STATE_JOINING
+    if wanted is not None:
+        me.stage, me.claimed = wanted, clock.time()
+        await directory.announce()
+        return
+    choice = choose_stage(await directory.refresh(), stages, me.peer_id, clock.time())
+    me.stage, me.claimed = choice.stage, clock.time()
+    event(log, "stage_claimed", stage=choice.stage, reason=choice.reason)
+    for _ in range(_SETTLE_ROUNDS):
+        await directory.announce()
+        await clock.sleep(_SETTLE_S)
+        mine = pb.Record(
+            peer_id=me.peer_id,
+            role=me.role,
+            stage=me.stage,
+            state=me.state,
+            claimed=me.claimed,
+            expires=clock.time() + _SETTLE_S,
+        )
+        settled = settle([*await directory.refresh(), mine], stages, me.peer_id, clock.time())
+        if settled.keep:
+            return
+        me.stage, me.claimed = settled.stage, clock.time()
+        event(log, "stage_changed", stage=settled.stage, reason=settled.reason)
+
+
+class StagePeer:
+    """Everything of a stage peer but the daemon around it. `run` returns when the run has ended; `drain` before."""
+
+    def __init__(self, config: PeerConfig, supply: Supply, parts: Parts, rng: random.Random) -> None:
+        self._config, self._run, self._supply, self._parts, self._rng = config, supply.run, supply, parts, rng
+        self._directory, self._clock, self._status = parts.directory, supply.clock, parts.status
+        self._injector: Injector | None = None
+        self._intake: Intake | None = None
+        self._leaving = asyncio.Event()
+        self._doing = "claiming a stage"
+
+    async def run(self) -> None:
+        """Claim, sync, work. Raises MeshdError for what the user must know."""
+        status, me = self._status, self._directory.me
+        status.doing = lambda: self._doing
+        wanted = self._config.stage
+        if wanted is not None and wanted >= self._run.stages:
+            raise DataError(
+                f"stage = {wanted}: this run has stages 0 to {self._run.stages - 1}. Fix: one of these"
+            )
+        await claim_stage(self._directory, self._run.stages, wanted)
+        me.state = pb.PEER_STATE_SYNCING
+        await self._directory.announce()
+        device = choose_device(self._config.device)
+        runtime = await self._load(me.stage, device)
+        async with DeviceWorker() as worker:
+            await self._work(runtime, worker)
+
+    # ---- state --------------------------------------------------------------------------------------------------------
+
+    async def _load(self, number: int, device: torch.device) -> StageRuntime:
+        """The stage with the best state there is: a working replica's, this peer's own, or the base model's."""
+        self._doing = f"getting the state of stage {number}"
+        supply, resolved = self._supply, self._run.resolved
+        folder = await supply.tokenizer()
+        config = load_config(folder)
+        spec = self._run.spec.data
+        estimate = await asyncio.to_thread(
+            memory_estimate, config, resolved.cut, resolved.tied, number, spec.microbatch, spec.seq_len
+        )
+        check_memory(estimate.total, str(estimate), device, number)
+        await supply.base(number)
+        if number == 0:
+            await supply.data()
+        live = await self._live_state(number)
+        model = StageModel(config, resolved.cut, resolved.tied, number)
+        await asyncio.to_thread(
+            model.load, supply.store.path(f"base/{number}", "weights.safetensors"), device
+        )
+        runtime = StageRuntime(self._run, model, device)
+        if live:
+            await asyncio.to_thread(self._restore, runtime, number)
+        event(
+            log,
+            "stage_ready",
+            stage=number,
+            device=str(device),
+            dtype="float32",
+            weight_version=runtime.version,
+        )
+        return runtime
+
+    async def _live_state(self, number: int) -> bool:
+        """Bring the newest state of the stage to `live/STAGE`. False: there is none, the stage starts from base."""
+        name, store = f"live/{number}", self._supply.store
+        own = -1
+        if name in await asyncio.to_thread(store.names):
+            own = int((await asyncio.to_thread(store.manifest, name)).facts.get("weight_version", 0))
+        peers = [p for p in self._directory.stage_peers(number) if p.weight_version > own]
+        if peers:
+            try:
+                await self._supply.live(number, [p.address for p in peers])
+                return True
+            except NetworkError as error:
+                event(log, "no_live_state", level=logging.WARNING, stage=number, reason=str(error))
+        return own >= 0
+
+    def _restore(self, runtime: StageRuntime, number: int) -> None:
+        name, store = f"live/{number}", self._supply.store
+        runtime.adopt(read_params(store, name))
+        runtime.version = int(store.manifest(name).facts.get("weight_version", 0))
+        try:
+            runtime.optimizer.restore(read_optimizer(store, name))
+        except NotHere:
+            return
+
+    # ---- work -----------------------------------------------------------------------------------------------------------
+
+    async def _work(self, runtime: StageRuntime, worker: DeviceWorker) -> None:
+        me, directory, store = self._directory.me, self._directory, self._supply.store
+        number, handlers = me.stage, self._parts.handlers
+        around = Surroundings(
+            replicas=directory.replicas,
+            live_replicas=directory.live_replicas,
+            frozen=lambda watermark: snapshots.frozen(watermark),
+            stepped=lambda report: self._stepped(report, gossip),
+        )
+        stage = Stage(
+            me.peer_id,
+            me.name,
+            me.incarnation,
+            runtime,
+            worker,
+            self._parts.transport,
+            self._directory.counter,
+            around,
+            self._clock,
+            self._parts.metrics,
+            self._rng,
+        )
+        snapshots = Snapshots(stage, number, store, directory)
+        pipeline = Pipeline(stage)
+        base = await asyncio.to_thread(base_of, store, number)
+        gossip = Gossip(stage, FlatParameters(runtime.model.trainable(), base), number)
+        self._intake = Intake(pipeline)
+        handlers.serve_link, handlers.serve_gossip = self._intake.serve, gossip.serve
+        directory.on_change = pipeline.wake
+        me.state, me.weight_version = pb.PEER_STATE_WORKING, runtime.version
+        self._status.doing = lambda: self._says(pipeline)
+        await directory.announce()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                live = LiveBundles(lambda bundle: snapshots.save_live(), tasks, self._clock)
+                handlers.donor = Donor(
+                    store,
+                    self._run.run_id,
+                    clock=self._clock,
+                    live=live,
+                    others=lambda bundle: directory.donors(number),
+                )
+                services = [
+                    tasks.create_task(pipeline.run()),
+                    tasks.create_task(gossip.run()),
+                    tasks.create_task(self._watch(worker)),
+                    tasks.create_task(snapshots.run()),
+                    tasks.create_task(self._source(pipeline, snapshots, number)),
+                ]
+                await self._until_end(snapshots)
+                for service in services:
+                    service.cancel()
+        finally:
+            handlers.serve_link = handlers.serve_gossip = None
+        await snapshots.save_live()
+
+    def _stepped(self, report: StepReport, gossip: Gossip) -> None:
+        self._directory.me.weight_version += not report.skipped
+        if report.skipped:
+            event(
+                log, "step_skipped", level=logging.WARNING, reason="gradient not finite", tokens=report.tokens
+            )
+        else:
+            gossip.stepped()
+
+    def _says(self, pipeline: Pipeline) -> str:
+        if pipeline.waiting_for:
+            return f"waiting for {pipeline.waiting_for}"
+        return self._doing
+
+    async def _watch(self, worker: DeviceWorker) -> None:
+        """Gauges that nobody pushes."""
+        before, since = worker.busy_s, self._clock.monotonic()
+        while True:
+            await self._clock.sleep(1.0)
+            now = self._clock.monotonic()
+            self._parts.metrics.gauge("device_busy_share", (worker.busy_s - before) / max(1e-9, now - since))
+            self._parts.metrics.gauge("device_queue", worker.waiting)
+            before, since = worker.busy_s, now
+            self._directory.me.tokens_per_s = self._parts.metrics.value("tokens_per_s")
+
+    async def _source(self, pipeline: Pipeline, snapshots: Snapshots, number: int) -> None:
+        """On stage 0: evaluate the base model, inject until the end, evaluate snapshots as they come."""
+        self._doing = f"serving stage {number}"
+        if number != 0:
+            return
+        data = Dataset.open(await self._supply.data())
+        spec = self._run.spec
+        stream = TokenStream(
+            data, spec.data.microbatch, stream_seed(self._run.run_id, self._directory.me.peer_id)
+        )
+        with Journal(self._parts.folder / "journal") as journal:
+            ledger = journal.ledger
+            stream.restore({**stream.state(), "next": ledger.next_item, "given_back": ledger.returned})
+            self._injector = injector = Injector(pipeline, stream, journal)
+            self._status.losses = lambda: injector.losses
+            evaluation = Evaluation(
+                injector, snapshots, data, self._run, self._directory, self._status, self._parts.folder
+            )
+            await evaluation.base()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(evaluation.run())
+                self._doing = "injecting microbatches"
+                await injector.run()
+                balance = ledger.balance()
+                event(log, "drained", holds=balance.holds, **vars(balance))
+
+    # ---- the end --------------------------------------------------------------------------------------------------------
+
+    def leave(self) -> bool:
+        """Hand back what this peer holds, save its state, return from `run`. False: it holds nothing yet."""
+        self._leaving.set()
+        return self._intake is not None
+
+    async def _until_end(self, snapshots: Snapshots) -> None:
+        """Wait until the run has ended and a seed keeps its result, or until this peer has left in good order."""
+        async with asyncio.TaskGroup() as tasks:
+            ended = tasks.create_task(self._run_ended(snapshots))
+            leaving = tasks.create_task(self._leaving.wait())
+            await asyncio.wait({ended, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            ended.cancel()
+            leaving.cancel()
+        if self._leaving.is_set():
+            await self._drain()
+
+    async def _run_ended(self, snapshots: Snapshots) -> None:
+        await snapshots.finished.wait()
+        self._doing = "the run has ended; keeping its final snapshot until a seed has it"
+        while not any(seed.state == pb.PEER_STATE_FINISHED for seed in self._directory.seeds()):
+            await self._clock.sleep(1.0)
+
+    async def _drain(self) -> None:
+        """Take nothing new; finish what is held, or hand it back when time is up."""
+        self._doing = "leaving: finishing what it holds"
+        self._directory.me.state = pb.PEER_STATE_DRAINING
+        if self._injector is not None:
+            self._injector.stop()
+        assert self._intake is not None
+        self._intake.draining = True
+        await self._directory.announce()
+        deadline = self._clock.monotonic() + self._config.drain_s
+        while self._clock.monotonic() < deadline:
+            in_flight = self._injector.in_flight if self._injector is not None else 0
+            if not in_flight and not self._intake.held:
+                return
+            await self._clock.sleep(0.1)
+        event(
+            log,
+            "drain_cut_short",
+            level=logging.WARNING,
+            held=self._intake.held,
+            after_s=self._config.drain_s,
+        )
+
+
+def check_memory(needed: int, parts: str, device: torch.device, stage: int) -> None:
+    """Refuse a stage that cannot fit, before anything is loaded (C18). Raises ResourceError."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = psutil.virtual_memory().available
+    if needed > free:
+        raise ResourceError(
+            f"stage {stage} needs about {needed / 2**30:.1f} GiB ({parts}), {device} has {free / 2**30:.1f} GiB free. "
+            "Fix: another stage, fewer layers a stage (model.stages), a smaller microbatch, or free memory"
+        )

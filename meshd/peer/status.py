@@ -1,0 +1,100 @@
+"""What this peer says about itself and, when asked, what the others say about themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from meshd.clock import Clock
+from meshd.config.runspec import ResolvedRun
+from meshd.errors import MeshdError
+from meshd.observe.metrics import Metrics
+from meshd.peer.directory import Directory, Self
+from meshd.proto import meshd_pb2 as pb
+from meshd.transport.base import Transport
+
+# A peer that does not answer in time has its cell say so; the rest is shown (C08).
+_ANSWER_S = 3.0
+_MAX_LOSSES = 1000
+
+
+class StatusBoard:
+    """Answers `Peer.Status`. The role's service fills in what it knows."""
+
+    def __init__(self, me: Self, clock: Clock, metrics: Metrics) -> None:
+        self._me, self._clock, self._metrics = me, clock, metrics
+        self.run: ResolvedRun | None = None
+        self.directory: Directory | None = None
+        self.transport: Transport | None = None
+        self.doing: Callable[[], str] = lambda: "starting"
+        self.losses: Callable[[], Iterable[pb.LossPoint]] = tuple
+        self.evaluations: list[pb.LossPoint] = []
+        self.last_error = ""
+        # What others said last: a peer that has gone takes its losses with it otherwise.
+        self._heard: dict[str, pb.StatusReply] = {}
+
+    async def answer(self, request: pb.StatusRequest) -> pb.StatusReply:
+        reply = self._own()
+        if request.swarm and self.directory is not None and self.transport is not None:
+            reply.peers.extend(await self._ask_all())
+            self._gather(reply)
+        return reply
+
+    def _own(self) -> pb.StatusReply:
+        me = self._me
+        reply = pb.StatusReply(
+            self=pb.PeerStatus(
+                peer_id=me.peer_id,
+                name=me.name,
+                role=me.role,
+                stage=me.stage,
+                state=me.state,
+                address=me.address,
+                weight_version=me.weight_version,
+                tokens_per_s=me.tokens_per_s,
+                doing=self.doing(),
+                metrics=self._metrics.snapshot(),
+                last_error=self.last_error,
+            ),
+            losses=list(self.losses())[-_MAX_LOSSES:],
+            evaluations=self.evaluations,
+            finished=me.state == pb.PEER_STATE_FINISHED,
+        )
+        if self.run is not None:
+            reply.run_id, reply.run_name = self.run.run_id, self.run.spec.name
+            reply.stop_tokens = self.run.spec.stop_tokens
+        if self.directory is not None:
+            reply.global_tokens = self.directory.counter.total
+        return reply
+
+    async def _ask_all(self) -> list[pb.PeerStatus]:
+        assert self.directory is not None
+        return list(await asyncio.gather(*(self._ask(peer) for peer in self.directory.peers)))
+
+    async def _ask(self, peer: pb.Record) -> pb.PeerStatus:
+        assert self.transport is not None
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                reply = await self.transport.status(peer.address, pb.StatusRequest())
+        except (MeshdError, TimeoutError) as error:
+            return pb.PeerStatus(
+                peer_id=peer.peer_id,
+                name=peer.name,
+                role=peer.role,
+                stage=peer.stage,
+                state=peer.state,
+                address=peer.address,
+                weight_version=peer.weight_version,
+                doing=f"does not answer: {error or f'nothing in {_ANSWER_S:.0f} s'}",
+            )
+        self._heard[peer.peer_id] = reply
+        return reply.self
+
+    def _gather(self, reply: pb.StatusReply) -> None:
+        """Losses and evaluations of all origins, in order of time."""
+        heard = list(self._heard.values())
+        losses = sorted([*reply.losses, *(p for r in heard for p in r.losses)], key=lambda p: p.time)
+        evaluations = {p.tokens: p for p in [*(p for r in heard for p in r.evaluations), *reply.evaluations]}
+        del reply.losses[:], reply.evaluations[:]
+        reply.losses.extend(losses[-_MAX_LOSSES:])
+        reply.evaluations.extend(evaluations[tokens] for tokens in sorted(evaluations))

@@ -1,0 +1,246 @@
+"""The downstream end of links: what upstream neighbours offer is checked, taken or refused at once, and answered."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from meshd import PROTOCOL_VERSION
+from meshd.data.microbatch import Microbatch
+from meshd.errors import MismatchError
+from meshd.observe.log import event
+from meshd.pipeline.downstream import Key, Passed, key_of
+from meshd.pipeline.dropped import Dropped
+from meshd.pipeline.ledger import SeenAttempts
+from meshd.pipeline.runtime import Work
+from meshd.pipeline.service import Pipeline
+from meshd.proto import meshd_pb2 as pb
+from meshd.transport.base import Duplex, LinkLost
+from meshd.transport.chunks import Assembler, split
+from meshd.transport.sender import Priority, PrioritySender
+from meshd.wire import Frame, check_header
+
+log = logging.getLogger(__name__)
+
+# A bound on bookkeeping, far above what the byte budget of real microbatches allows.
+MAX_HELD = 1024
+
+
+@dataclass
+class _Held:
+    """A microbatch that this peer has taken."""
+
+    offer: pb.Offer
+    batch: Microbatch
+    assembler: Assembler
+    task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    def cancel(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+
+
+class Intake:
+    """Serves `Pipeline.Link`. One for the whole peer: the byte budget is shared by all upstream neighbours."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self._run = pipeline.stage.runtime.run
+        self._budget = self._run.spec.pipeline.store_mb * 2**20
+        self._held_bytes = 0
+        self._held = 0
+        self._seen = SeenAttempts()
+        self._links: set[_Link] = set()
+        self.draining = False
+
+    @property
+    def held(self) -> int:
+        """Microbatches taken and not yet returned."""
+        return self._held
+
+    async def serve(self, duplex: Duplex[pb.LinkMessage]) -> None:
+        """Serve one upstream neighbour until its stream ends. Raises MismatchError when it does not belong here."""
+        messages = aiter(duplex)
+        first = await anext(messages, None)
+        if first is None or first.WhichOneof("body") != "open":
+            raise MismatchError("a link must begin with LinkOpen")
+        self._check_open(first.open)
+        link = _Link(self, duplex, first.open.name or first.open.peer_id[-8:])
+        self._links.add(link)
+        try:
+            await link.run(messages)
+        except* LinkLost as lost:
+            event(log, "upstream_lost", level=logging.DEBUG, peer=link.name, reason=str(lost.exceptions[0]))
+        finally:
+            self._links.discard(link)
+
+    def _check_open(self, open: pb.LinkOpen) -> None:
+        if open.protocol != PROTOCOL_VERSION:
+            raise MismatchError(
+                f"protocol {open.protocol} where this peer speaks {PROTOCOL_VERSION}: update meshd"
+            )
+        if open.run_id != self._run.run_id:
+            raise MismatchError(f"run {open.run_id[:64]!r} where this peer serves {self._run.run_id}")
+        if not self.pipeline.knows(open.hop):
+            raise MismatchError(f"hop {open.hop} is not served here")
+
+    # ---- what is held ---------------------------------------------------------------------------------------------
+
+    def verdict(self, offer: pb.Offer) -> tuple[pb.Answer.Verdict, str, Microbatch | None]:
+        """Take an offer or not. An accepted one is booked at once."""
+        try:
+            batch = self._checked(offer)
+        except MismatchError as error:
+            self.pipeline.stage.metrics.count("offers_refused")
+            return pb.Answer.VERDICT_DROP, str(error), None
+        if self.draining:
+            return pb.Answer.VERDICT_BUSY, "leaving", None
+        size = offer.hidden.payload_bytes
+        if self._held >= MAX_HELD or (self._held and self._held_bytes + size > self._budget):
+            self.pipeline.stage.metrics.count("offers_busy")
+            return pb.Answer.VERDICT_BUSY, f"{self._held} microbatches held", None
+        if not self._seen.first_time((*key_of(offer.id), offer.hop)):
+            self.pipeline.stage.metrics.count("offers_repeated")
+            return pb.Answer.VERDICT_DROP, "seen before", None
+        self._held += 1
+        self._held_bytes += size
+        self.pipeline.stage.metrics.gauge("store_bytes", self._held_bytes)
+        return pb.Answer.VERDICT_ACCEPTED, "", batch
+
+    def release(self, size: int) -> None:
+        """A microbatch has left: tell the neighbours that there is room."""
+        self._held -= 1
+        self._held_bytes -= size
+        self.pipeline.stage.metrics.gauge("store_bytes", self._held_bytes)
+        if not self.draining:
+            for link in self._links:
+                link.credit()
+
+    def _checked(self, offer: pb.Offer) -> Microbatch:
+        """Everything about an offer that can be known before its payload comes. Raises MismatchError."""
+        if not self.pipeline.knows(offer.hop) or self.pipeline.stage.hops[offer.hop].embed:
+            raise MismatchError(f"hop {offer.hop} is not served here")
+        if len(offer.id.origin) > 128 or len(offer.committed) > 256:
+            raise MismatchError("origin or counters out of bounds")
+        spec, resolved = self._run.spec, self._run.resolved
+        rows, columns = spec.data.microbatch, spec.data.seq_len
+        batch = Microbatch.from_proto(offer.batch, vocabulary=resolved.vocabulary, rows=rows, columns=columns)
+        check_header(offer.hidden, (rows, columns, resolved.hidden))
+        return batch
+
+
+class _Link:
+    """One upstream neighbour and what it has sent here."""
+
+    def __init__(self, intake: Intake, duplex: Duplex[pb.LinkMessage], name: str) -> None:
+        self.name = name
+        self._intake, self._pipeline, self._duplex = intake, intake.pipeline, duplex
+        self._sender = PrioritySender(duplex)
+        self._held: dict[Key, _Held] = {}
+
+    async def run(self, messages: AsyncIterator[pb.LinkMessage]) -> None:
+        """Until the stream ends; then whatever the neighbour still waited for is forgotten."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                writing = tasks.create_task(self._sender.run())
+                async for message in messages:
+                    self._take(message, tasks)
+                for held in self._held.values():
+                    held.cancel()
+                writing.cancel()
+        finally:
+            for key in list(self._held):
+                self._forget(key)
+
+    def credit(self) -> None:
+        self._sender.post(pb.LinkMessage(credit=pb.Credit(places=1)))
+
+    def _take(self, message: pb.LinkMessage, tasks: asyncio.TaskGroup) -> None:
+        match message.WhichOneof("body"):
+            case "offer":
+                self._offered(message.offer)
+            case "chunk":
+                self._chunk(message.chunk, tasks)
+            case "cancel":
+                held = self._held.get(key_of(message.cancel.id))
+                if held is not None:
+                    held.cancel()
+                    self._forget(key_of(message.cancel.id))
+            case "progress":
+                self._pipeline.learn(message.progress.committed)
+            case other:
+                raise MismatchError(f"{other} does not belong on the way down of a link")
+
+    def _offered(self, offer: pb.Offer) -> None:
+        self._pipeline.learn(offer.committed)
+        verdict, reason, batch = self._intake.verdict(offer)
+        if batch is not None:
+            size = offer.hidden.payload_bytes
+            assembler = Assembler(size, max_bytes=size, what=f"hidden state from {self.name}")
+            self._held[key_of(offer.id)] = _Held(offer, batch, assembler)
+        answer = pb.Answer(id=offer.id, hop=offer.hop, verdict=verdict, reason=reason)
+        self._sender.post(pb.LinkMessage(answer=answer))
+
+    def _chunk(self, chunk: pb.Chunk, tasks: asyncio.TaskGroup) -> None:
+        key = key_of(chunk.id)
+        held = self._held.get(key)
+        if held is None:
+            return  # cancelled or given up meanwhile
+        try:
+            held.assembler.add(chunk)
+            if held.assembler.complete:
+                hidden = held.offer.hidden
+                frame = Frame(hidden, bytes(held.assembler.finish(hidden.checksum)))
+                held.task = tasks.create_task(self._process(key, held, frame))
+        except MismatchError as error:
+            self._drop(held.offer, Dropped(pb.Drop.REASON_CORRUPT, str(error)))
+            self._forget(key)
+
+    async def _process(self, key: Key, held: _Held, frame: Frame) -> None:
+        """All that happens to one microbatch here and behind, and its answer."""
+        offer = held.offer
+        work = Work(held.batch, offer.batch, frame)
+        try:
+            if offer.evaluate:
+                result = await self._pipeline.evaluate(offer.hop, offer.id, work, offer.evaluate - 1)
+                answer = pb.EvalResult(
+                    id=offer.id, hop=offer.hop, loss_sum=result.loss_sum, label_tokens=result.label_tokens
+                )
+                await self._sender.send(pb.LinkMessage(eval_result=answer), Priority.BACKWARD)
+            else:
+                passed = await self._pipeline.through(offer.hop, offer.id, work)
+                await self._give_back(offer, passed)
+        except Dropped as dropped:
+            self._drop(offer, dropped)
+        finally:
+            self._forget(key)
+
+    async def _give_back(self, offer: pb.Offer, passed: Passed) -> None:
+        assert passed.gradient is not None
+        header = pb.Gradient(
+            id=offer.id,
+            hop=offer.hop,
+            gradient=passed.gradient.header,
+            loss=passed.loss,
+            committed=self._pipeline.stage.counter.to_proto(),
+        )
+        await self._sender.send(pb.LinkMessage(gradient=header), Priority.BACKWARD)
+        for chunk in split(offer.id, offer.hop, passed.gradient.payload):
+            await self._sender.send(pb.LinkMessage(chunk=chunk), Priority.BACKWARD)
+
+    def _drop(self, offer: pb.Offer, dropped: Dropped) -> None:
+        drop = pb.Drop(
+            id=offer.id,
+            hop=offer.hop,
+            reason=dropped.reason,
+            text=dropped.text[:1000],
+            partial=dropped.partial,
+        )
+        self._sender.post(pb.LinkMessage(drop=drop))
+
+    def _forget(self, key: Key) -> None:
+        held = self._held.pop(key, None)
+        if held is not None:
+            self._intake.release(held.offer.hidden.payload_bytes)
