@@ -23,7 +23,8 @@ from meshd.model.weights import write_tensors
 MARKER = "meshd_export.json"
 SHARD_BYTES = 2_000_000_000
 
-_TOKENIZER_NAMES = (
+# Everything of a model directory but the weights: what a stage, an exporter or a reader of its text needs.
+TOKENIZER_NAMES = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -39,7 +40,7 @@ _TOKENIZER_NAMES = (
 
 def tokenizer_files(model_dir: Path) -> list[Path]:
     """Config and tokenizer files of a model directory: what `run/tokenizer` bundles. Raises DataError if incomplete."""
-    files = [model_dir / name for name in _TOKENIZER_NAMES if (model_dir / name).is_file()]
+    files = [model_dir / name for name in TOKENIZER_NAMES if (model_dir / name).is_file()]
     names = {file.name for file in files}
     if "config.json" not in names:
         raise DataError(f"{model_dir / 'config.json'} is missing. Fetch the model again")

@@ -92,6 +92,7 @@ def write_tensors(tensors: dict[str, Tensor], dest_file: Path) -> None:
         temporary = Path(name)
         try:
             save_file(tensors, temporary, metadata={"format": "pt"})
+            temporary.chmod(0o644)  # mkstemp and safetensors write for the owner only
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())
             temporary.replace(dest_file)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -12,6 +16,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
     SmolLM3Config,
@@ -120,3 +125,12 @@ def staged_loss(stages: list[StageModel], ids: torch.Tensor, mask: torch.Tensor)
 def route(stages: list[StageModel]) -> list[tuple[int, StageModel]]:
     """Every hop with the stage that serves it, in the order a microbatch visits them."""
     return sorted(((hop.index, stage) for stage in stages for hop in stage.hops), key=lambda pair: pair[0])
+
+
+def save_tiny(model: Any, folder: Path, **options: Any) -> Path:
+    """Write a whole model's directory, with a tokenizer that knows the words `a` (1) and `b` (2)."""
+    model.save_pretrained(folder, **options)
+    words = Tokenizer(WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
+    return folder

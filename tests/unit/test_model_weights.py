@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_helpers import CONFIGS, load_stages, tiny_config, whole_model
+from model_helpers import CONFIGS, load_stages, save_tiny, tiny_config, whole_model
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshd.errors import ConfigError, DataError, MismatchError, ResourceError
 from meshd.model.export import MARKER, export, tokenizer_files
@@ -21,15 +18,6 @@ from meshd.model.families import check_seq_len, load_config, resolve_tied
 from meshd.model.stage import StageModel
 from meshd.model.tensors import TensorFiles
 from meshd.model.weights import memory_estimate, stage_bytes, stage_tensor_names, write_base
-
-
-def save(model, folder: Path, **options) -> Path:
-    """A model directory with a small tokenizer."""
-    model.save_pretrained(folder, **options)
-    words = Tokenizer(WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
-    words.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
-    return folder
 
 
 def tied_mode(config) -> str:
@@ -41,7 +29,7 @@ def tied_mode(config) -> str:
 def test_base_files_partition_the_model(tmp_path: Path, name: str, shard: str) -> None:
     """Every tensor is in exactly one stage's file, with its value, and each file loads into its stage."""
     model = whole_model(tiny_config(name))
-    folder = save(model, tmp_path / "model", max_shard_size=shard)
+    folder = save_tiny(model, tmp_path / "model", max_shard_size=shard)
     assert (folder / "model.safetensors").is_file() == (shard == "1GB")
     config, found = load_config(folder), {}
     for stage in range(3):
@@ -62,7 +50,7 @@ def test_base_files_partition_the_model(tmp_path: Path, name: str, shard: str) -
 
 def test_frozen_head_copy_is_in_the_last_base_file(tmp_path: Path) -> None:
     model = whole_model(tiny_config("llama-tied"))
-    folder = save(model, tmp_path / "model")
+    folder = save_tiny(model, tmp_path / "model")
     config = load_config(folder)
     write_base(folder, config, [1, 3], "freeze", 2, tmp_path / "last.safetensors")
     last = load_file(tmp_path / "last.safetensors")
@@ -70,7 +58,7 @@ def test_frozen_head_copy_is_in_the_last_base_file(tmp_path: Path) -> None:
 
 
 def test_base_reads_only_its_own_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save(whole_model(tiny_config("llama")), tmp_path / "model")
+    folder = save_tiny(whole_model(tiny_config("llama")), tmp_path / "model")
     read: list[str] = []
     original = TensorFiles.__getitem__
     monkeypatch.setattr(
@@ -82,7 +70,7 @@ def test_base_reads_only_its_own_tensors(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_base_keeps_the_stored_dtype_and_stage_casts(tmp_path: Path) -> None:
-    folder = save(whole_model(tiny_config("llama")).bfloat16(), tmp_path / "model")
+    folder = save_tiny(whole_model(tiny_config("llama")).bfloat16(), tmp_path / "model")
     config = load_config(folder)
     write_base(folder, config, [2], "none", 1, tmp_path / "1.safetensors")
     assert {t.dtype for t in load_file(tmp_path / "1.safetensors").values()} == {torch.bfloat16}
@@ -101,7 +89,7 @@ def test_base_keeps_the_stored_dtype_and_stage_casts(tmp_path: Path) -> None:
 def test_names_of_old_checkpoints(tmp_path: Path, name: str, rename) -> None:
     """The published GPT-2 and GPT-NeoX files name tensors otherwise than the state_dict."""
     model = whole_model(tiny_config(name))
-    folder = save(model, tmp_path / "model")
+    folder = save_tiny(model, tmp_path / "model")
     old = {rename(key): value for key, value in load_file(folder / "model.safetensors").items()}
     assert old.keys() != dict(model.named_parameters()).keys()
     save_file(old, folder / "model.safetensors")
@@ -114,7 +102,7 @@ def test_names_of_old_checkpoints(tmp_path: Path, name: str, rename) -> None:
 
 def test_base_names_a_tensor_that_does_not_fit(tmp_path: Path) -> None:
     """C07: tensor, expected and found shape; no file is left."""
-    folder = save(whole_model(tiny_config("llama")), tmp_path / "model")
+    folder = save_tiny(whole_model(tiny_config("llama")), tmp_path / "model")
     config = load_config(folder)
     config.intermediate_size = 64
     dest = tmp_path / "base" / "0.safetensors"
@@ -171,7 +159,7 @@ def test_frozen_tensors_need_no_gradient_memory() -> None:
 @pytest.mark.parametrize("tied", ["ring", "freeze", "none"])
 def test_export_loads_in_transformers(tmp_path: Path, tied: str, shard_bytes: int) -> None:
     model = whole_model(tiny_config("llama" if tied == "none" else "llama-tied"))
-    folder = save(model, tmp_path / "model")
+    folder = save_tiny(model, tmp_path / "model")
     stages = load_stages(model, [1, 3], tied)
     with torch.no_grad():
         for stage in stages:
@@ -195,7 +183,7 @@ def test_export_loads_in_transformers(tmp_path: Path, tied: str, shard_bytes: in
 
 def test_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
     model = whole_model(tiny_config("llama"))
-    folder, dest = save(model, tmp_path / "model"), tmp_path / "export"
+    folder, dest = save_tiny(model, tmp_path / "model"), tmp_path / "export"
     stages = load_stages(model, [], "none")
     dest.mkdir()
     export([stages[0].named()], folder, dest, {"tokens": 1})
@@ -215,7 +203,7 @@ def test_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
 
 def test_export_refuses_what_is_incomplete_or_foreign(tmp_path: Path) -> None:
     model = whole_model(tiny_config("llama"))
-    folder, dest = save(model, tmp_path / "model"), tmp_path / "export"
+    folder, dest = save_tiny(model, tmp_path / "model"), tmp_path / "export"
     stages = load_stages(model, [2], "none")
     with pytest.raises(
         MismatchError, match=r"layers\.2\.self_attn\.q_proj\.weight: expected \(32, 32\), found noth"
@@ -228,7 +216,7 @@ def test_export_refuses_what_is_incomplete_or_foreign(tmp_path: Path) -> None:
 
 def test_export_says_bf16_when_the_weights_are(tmp_path: Path) -> None:
     model = whole_model(tiny_config("llama"))
-    folder = save(model, tmp_path / "model")
+    folder = save_tiny(model, tmp_path / "model")
     stages = load_stages(model, [2], "none", torch.bfloat16)
     export((s.named() for s in stages), folder, tmp_path / "export")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "export").dtype == torch.bfloat16
@@ -238,7 +226,7 @@ def test_export_says_bf16_when_the_weights_are(tmp_path: Path) -> None:
 
 
 def test_tokenizer_files(tmp_path: Path) -> None:
-    folder = save(whole_model(tiny_config("llama")), tmp_path / "model")
+    folder = save_tiny(whole_model(tiny_config("llama")), tmp_path / "model")
     names = {file.name for file in tokenizer_files(folder)}
     assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= names
     assert not any(name.endswith(".safetensors") for name in names)
@@ -264,7 +252,7 @@ def test_load_config_errors(tmp_path: Path) -> None:
 
 
 def test_load_config_runs_no_code_of_the_model(tmp_path: Path) -> None:
-    folder = save(whole_model(tiny_config("llama")), tmp_path / "model")
+    folder = save_tiny(whole_model(tiny_config("llama")), tmp_path / "model")
     raw = json.loads((folder / "config.json").read_text())
     raw["auto_map"] = {"AutoConfig": "evil.EvilConfig"}
     (folder / "config.json").write_text(json.dumps(raw))
@@ -288,7 +276,7 @@ def test_resolve_tied() -> None:
 
 
 def test_damaged_weights_are_named(tmp_path: Path) -> None:
-    folder = save(whole_model(tiny_config("llama")), tmp_path / "model", max_shard_size="20KB")
+    folder = save_tiny(whole_model(tiny_config("llama")), tmp_path / "model", max_shard_size="20KB")
     config = load_config(folder)
     shard = sorted(folder.glob("*.safetensors"))[1]
     spare = tmp_path / "spare"
