@@ -232,13 +232,13 @@ def export(
     from meshd.observe.log import setup_logging
 
     setup_logging("warning")
-    from meshd.daemon import export_checkpoint
     from meshd.discovery.link import SwarmLink
+    from meshd.peer.export import export_checkpoint
 
     state = load_peer_config(None, {"state_dir": state_dir}).state_dir
     source = SwarmLink.parse(link) if link is not None else state
-    run_loop(export_checkpoint(source, directory.absolute(), watermark=watermark))
-    print(f"checkpoint: {directory}")
+    tokens = run_loop(export_checkpoint(source, directory.absolute(), watermark=watermark))
+    print(f"checkpoint: {directory} ({tokens} tokens)")
 
 
 @app.command()

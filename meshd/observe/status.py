@@ -27,6 +27,7 @@ _STATES = {
     pb.PEER_STATE_SYNCING: ("syncing", "yellow"),
     pb.PEER_STATE_WORKING: ("working", "green"),
     pb.PEER_STATE_DRAINING: ("draining", "cyan"),
+    pb.PEER_STATE_FINISHED: ("finished", "cyan"),
 }
 
 
