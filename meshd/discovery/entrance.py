@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from meshd.discovery.addresses import PeerAddress, by_peer
-from meshd.discovery.p2pd import P2pd  # before hivemind: it sets what grpc reads at import
+from meshd.discovery.p2pd import DIAL_BACKOFF, P2pd  # before hivemind: it sets what grpc reads at import
 from meshd.errors import NetworkError
 
 from hivemind.dht.node import DHTNode  # isort: skip
@@ -96,6 +96,10 @@ class Entrance:
         for peer_id, reason in reasons.items():
             addresses = ", ".join(map(str, self._bootstrap[peer_id]))
             if reason is not None:
+                if (
+                    reason == DIAL_BACKOFF
+                ):  # says only that it was tried lately: what was found then still holds
+                    reason = self._failing.get(addresses, reason)
                 failing[addresses] = reason
                 if self._failing.get(addresses) != reason:
                     log.warning("cannot reach bootstrap address %s: %s. Trying on", addresses, reason)

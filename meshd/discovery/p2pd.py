@@ -36,6 +36,9 @@ _START_S = 20.0
 _CONTROL_S = 5.0  # for the daemon's own answers, no network behind them
 _STOP_S = 3.0
 _PULSE_S = 5.0  # between questions to a daemon that may hang
+DIAL_BACKOFF = "dial backoff"  # libp2p does not dial an address again for 5 s and more after it failed
+_DIAL_REASONS = ("connection refused", "no route to host", "i/o timeout", "no such host", "peer id mismatch")
+_REAP_POLL_S = 0.01
 _STARTS = 5  # tries with another free port when somebody took the first
 
 
@@ -172,14 +175,23 @@ class P2pd:
         """End the process, by force if need be, and remove its sockets. Never hangs, never raises for a dead one."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_S):
+                await self._reaped_if_dead()
                 await self.p2p.shutdown()
         with contextlib.suppress(psutil.NoSuchProcess):
             if self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE:
                 self._process.kill()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_STOP_S):
-                        await self.p2p.shutdown()  # again: reaps the child
+                        await self._reaped_if_dead()
+                        await self.p2p.shutdown()
         await asyncio.to_thread(Path(self.p2p.daemon_listen_maddr["unix"]).unlink, missing_ok=True)
+
+    async def _reaped_if_dead(self) -> None:
+        """Let asyncio's child watcher collect a dead process first: to signal it before that makes Popen collect it,
+        and the watcher complain of an unknown child."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while self._process.status() == psutil.STATUS_ZOMBIE:  # noqa: ASYNC110 (nothing tells of it)
+                await asyncio.sleep(_REAP_POLL_S)
 
 
 @contextlib.asynccontextmanager
@@ -220,13 +232,7 @@ def _why_no_start(error: Exception, endpoint: Endpoint, port: int) -> str:
 def _dial_reason(text: str) -> str:
     """The innermost cause of p2pd's multi-line dial error."""
     last = text.strip().splitlines()[-1].strip()
-    for known in (
-        "connection refused",
-        "no route to host",
-        "i/o timeout",
-        "no such host",
-        "peer id mismatch",
-    ):
+    for known in (*_DIAL_REASONS, DIAL_BACKOFF):
         if known in text:
             return known
     return last.removeprefix("Connect failed. msg=")[:200]
