@@ -1,6 +1,8 @@
 """The donor's slots, its answers to what is wrong, and bundles made on request."""
 
 import asyncio
+import io
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import cast
@@ -138,6 +140,30 @@ async def test_reader_that_stalls_while_nobody_else_asks_goes_on(
     clock.now += 1000
     rest = [piece async for piece in reader]
     assert rest[-1].data == b"end"
+
+
+async def test_stall_of_the_donors_own_disk_costs_the_reader_nothing(
+    store: BundleStore, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    donor = Donor(store, RUN, clock=clock, slots=1)
+    reading, go_on = threading.Event(), threading.Event()
+
+    class SlowFile(io.BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            reading.set()
+            go_on.wait()
+            return super().read(size)
+
+    monkeypatch.setattr(store, "open", lambda *_: (SlowFile(CONTENT), store.manifest("base/0")))
+    reader = read(donor, store)
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(anext(reader))  # type: ignore[arg-type]  # a coroutine in effect
+        await asyncio.to_thread(reading.wait)
+        clock.now += 1000
+        with pytest.raises(ResourceError, match="slots are taken"):
+            await anext(read(donor, store))
+        go_on.set()
+    assert first.result().offset == 0
 
 
 async def test_cancelled_reader_frees_its_slot(store: BundleStore, clock: ManualClock) -> None:
