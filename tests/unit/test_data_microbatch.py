@@ -117,3 +117,36 @@ def test_wrong_shapes_are_refused_at_construction() -> None:
         Microbatch(tokens, torch.zeros((2, 5), dtype=torch.bool))
     with pytest.raises(ValueError, match="tokens"):
         Microbatch(tokens.int(), torch.zeros((2, 4), dtype=torch.bool))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.integers(0, 3) | st.just(2**32 - 1),
+    columns=st.integers(0, 6),
+    bits=st.integers(3, 5),
+    ids=st.binary(min_size=5, max_size=7),
+    mask=st.binary(min_size=1, max_size=3),
+    starts=st.binary(max_size=3),
+    count=st.integers(0, 11),
+)
+def test_any_message_is_read_or_refused(
+    rows: int, columns: int, bits: int, ids: bytes, mask: bytes, starts: bytes, count: int
+) -> None:
+    """Malformed input costs the sender its place, never the receiver its process."""
+    message = pb.Batch(
+        rows=rows,
+        columns=columns,
+        bits=bits,
+        ids=ids,
+        label_mask=mask,
+        document_starts=starts,
+        label_tokens=count,
+    )
+    try:
+        batch = Microbatch.from_proto(message, vocabulary=10, rows=2, columns=5)
+    except MismatchError:
+        return
+    # What is read is canonical: it goes out again as the same bytes.
+    assert batch.to_proto(10, 0).SerializeToString(deterministic=True) == message.SerializeToString(
+        deterministic=True
+    )
