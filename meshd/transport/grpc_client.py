@@ -64,6 +64,11 @@ class _Channel:
         self.gossip: Any = stubs.GossipStub(channel)
         self.state: Any = stubs.StateStub(channel)
 
+    @property
+    def failed(self) -> bool:
+        """The last attempt to connect failed: gRPC holds back the next one."""
+        return self.grpc.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE
+
     async def connect(self, address: str) -> None:
         """Wait until the connection stands. LinkLost when it fails or takes too long."""
         try:
@@ -170,10 +175,13 @@ class GrpcTransport:
         """A connected channel to `address` for one call."""
         if self._closed:
             raise LinkLost(f"{address} is not dialled: this transport is closed")
-        channel = self._channels.pop(address, None) or self._dial(address)
+        cached = self._channels.pop(address, None)
+        channel = self._dial(address) if cached is None or cached.failed else cached
         self._channels[address] = channel
         channel.users += 1
         try:
+            if cached is not None:
+                await self._sweep(address, cached)
             await channel.connect(address)
             yield channel
         except LinkLost:

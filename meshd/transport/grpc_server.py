@@ -17,7 +17,7 @@ from meshd.errors import MeshdError, NetworkError, ResourceError
 from meshd.proto import meshd_pb2 as pb
 from meshd.proto import meshd_pb2_grpc as stubs
 from meshd.transport.base import Duplex, Handlers
-from meshd.transport.grpc_duplex import PumpedDuplex
+from meshd.transport.grpc_duplex import CALL_ENDED, PumpedDuplex
 from meshd.transport.limits import CLOSE_GRACE_S, UNARY_TIMEOUT_S, checked_size
 from meshd.transport.options import server_options
 from meshd.transport.queue import Failure
@@ -95,7 +95,10 @@ class _Servicer(stubs.PeerServicer, stubs.PipelineServicer, stubs.GossipServicer
             async with aclosing(chunks):
                 async for chunk in chunks:
                     checked_size(chunk)
-                    await context.write(chunk)
+                    try:
+                        await context.write(chunk)
+                    except CALL_ENDED:
+                        return  # nobody listens any more
 
         await _end(await _outcome(send_all()), context)
 

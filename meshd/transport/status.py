@@ -11,8 +11,8 @@ from meshd.transport.base import LinkLost, NotHere
 # Names of gRPC status codes. INTERNAL stands for every failure of the peer that is not a refusal.
 Code = Literal["FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "NOT_FOUND", "UNAVAILABLE", "INTERNAL"]
 
-# Longest text that crosses: gRPC carries it in a header, whose size is bounded (8 KiB by default).
-MAX_TEXT = 2000
+# Longest text that crosses, bytes: gRPC carries it in a header of at most 8 KiB, three characters a byte at worst.
+MAX_TEXT_BYTES = 2000
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Status:
     @classmethod
     def of(cls, error: MeshdError) -> Status:
         """What a handler's error becomes on the wire. Subclasses first: NotHere is a NetworkError."""
-        text = " ".join(str(error).split())[:MAX_TEXT]
+        text = " ".join(str(error).split()).encode()[:MAX_TEXT_BYTES].decode(errors="ignore")
         match error:
             case NotHere():
                 return cls("NOT_FOUND", text)

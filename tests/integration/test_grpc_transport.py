@@ -362,6 +362,25 @@ async def test_nobody_there_is_said_at_once() -> None:
     await transport.close()
 
 
+async def test_a_restarted_server_is_reached_at_the_first_call() -> None:
+    transport = GrpcTransport()
+    async with serve(Peer(), grace_s=0) as server:
+        lost = asyncio.ensure_future(hold_until_lost(transport, server.address))
+        await transport.hello(server.address, pb.HelloRequest())
+    await lost
+    with pytest.raises(LinkLost):
+        await transport.hello(server.address, pb.HelloRequest())
+    async with serve(Peer(), port=server.port):
+        await transport.hello(server.address, pb.HelloRequest())
+    await transport.close()
+
+
+async def hold_until_lost(transport: GrpcTransport, address: str) -> None:
+    async with transport.link(address) as link:
+        with pytest.raises(LinkLost):
+            await anext(aiter(link))
+
+
 async def test_a_silent_listener_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshd.transport.grpc_client.CONNECT_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as sock:
@@ -410,24 +429,33 @@ async def test_a_killed_server_process_is_noticed_at_once() -> None:
         await transport.close()
 
 
-async def test_a_killed_dialler_is_a_lost_stream_to_the_handler() -> None:
+@pytest.mark.parametrize(
+    "end",
+    [pytest.param("SIGKILL"), pytest.param("SIGSTOP", marks=pytest.mark.slow)],  # at once; within seconds
+)
+async def test_a_dead_or_frozen_dialler_is_a_lost_stream_to_the_handler(end: str) -> None:
     peer = Peer()
     code = (
-        "import asyncio, os, sys; sys.path.insert(0, sys.argv[1])\n"
+        "import asyncio, os, signal, sys; sys.path.insert(0, sys.argv[1])\n"
         "from test_grpc_transport import GrpcTransport, chunk\n"
         "async def main():\n"
         "    async with GrpcTransport().link(sys.argv[2]) as link:\n"
         "        await link.send(chunk(0))\n"
         "        await anext(aiter(link))\n"
-        "        os.kill(os.getpid(), 9)\n"
+        "        os.kill(os.getpid(), signal.Signals[sys.argv[3]])\n"
         "asyncio.run(main())"
     )
     async with pair(peer) as (server, _):
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", code, os.path.dirname(__file__), server.address
+            sys.executable, "-c", code, os.path.dirname(__file__), server.address, end
         )
-        assert await process.wait() == -signal.SIGKILL
-        assert await peer.link_ended.get() == "lost"
+        try:
+            async with asyncio.timeout(20):
+                assert await peer.link_ended.get() == "lost"
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
 
 
 @pytest.mark.slow

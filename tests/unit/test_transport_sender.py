@@ -44,13 +44,12 @@ def chunks(sequence: int, count: int) -> list[pb.LinkMessage]:
     ]
 
 
-def test_a_gradient_overtakes_between_the_chunks_of_an_activation() -> None:
+def test_answers_and_gradients_overtake_between_the_chunks_of_an_activation() -> None:
     async def main() -> None:
         stream = Stream()
         sender = PrioritySender[pb.LinkMessage](stream)
         async with asyncio.TaskGroup() as group:
             group.create_task(sender.run())
-            await sender.send(pb.LinkMessage(credit=pb.Credit()), Priority.OTHER)
             for message in chunks(1, 3):
                 await sender.send(message, Priority.FORWARD)
             stream.permits.release()
@@ -58,17 +57,20 @@ def test_a_gradient_overtakes_between_the_chunks_of_an_activation() -> None:
             assert stream.sent == [("chunk", 0)]  # the second is in the stream's hands already
             for message in [pb.LinkMessage(gradient=pb.Gradient()), *chunks(2, 2)]:
                 await sender.send(message, Priority.BACKWARD)
+            sender.post(pb.LinkMessage(answer=pb.Answer()))
             sender.close()
             for _ in range(6):
                 stream.permits.release()
         assert stream.sent[1:] == [
             ("chunk", 1),
+            ("answer", -1),
             ("gradient", -1),
             ("chunk", 0),
             ("chunk", 1),
             ("chunk", 2),
-            ("credit", -1),
         ]
+        assert sender.queued_bytes == 0
+        sender.post(pb.LinkMessage(answer=pb.Answer()))  # nobody is there to read it
         assert sender.queued_bytes == 0
 
     run_virtual(main())
@@ -97,7 +99,7 @@ def test_queues_are_bounded_and_a_full_one_does_not_hold_up_gradients() -> None:
             await waiting
             running.cancel()
         with pytest.raises(LinkLost, match="the sender stopped"):
-            await sender.send(forward[0], Priority.OTHER)
+            await sender.send(forward[0], Priority.CONTROL)
 
     run_virtual(main())
 
