@@ -3,7 +3,7 @@
 
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python scripts/make_tiny_model.py
 
-About ten minutes on one core. Writes a directory in transformers' layout (bf16 safetensors, byte-level BPE
+About eight minutes on one idle core. Writes a directory in transformers' layout (bf16 safetensors, byte-level BPE
 tokenizer with a ChatML template), the training log, and one held-out document for the tests. The text is the
 running interpreter's library, so another Python version gives a slightly different model; with the same
 interpreter, torch and thread count the run repeats itself.
