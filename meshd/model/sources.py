@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import hf_hub_download, snapshot_download
@@ -22,10 +22,13 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from meshd.errors import ConfigError, DataError, NetworkError
+from meshd.errors import ConfigError, DataError, MismatchError, NetworkError
+from meshd.model.cut import Tied
 from meshd.model.export import TOKENIZER_NAMES, tokenizer_files
+from meshd.model.families import family_of, load_config
 from meshd.model.packaged import PACKAGED, packaged_model
-from meshd.model.tensors import INDEX, SINGLE, read_index, weight_files
+from meshd.model.tensors import INDEX, SINGLE, current_names, read_index, weight_files
+from meshd.model.weights import stage_tensor_names
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _FORMS = "write `packaged:smollm2-135m`, `hub:ORG/NAME`, or a local directory"
@@ -52,13 +55,18 @@ def resolve_source(source: str, revision: str | None = None, cache_dir: Path | N
     return _local_or_packaged(source, cache_dir)
 
 
-def resolve_shards(
-    source: str, revision: str | None, names: Iterable[str], cache_dir: Path | None = None
+def resolve_stage(
+    source: str,
+    revision: str | None,
+    cut: Sequence[int],
+    tied: Tied,
+    stage: int,
+    cache_dir: Path | None = None,
 ) -> tuple[Path, list[Path]]:
-    """Like `resolve_source`, but a hub model is fetched only as far as the tensors `names` need it.
+    """Like `resolve_source`, but of a hub model only the files that hold the stage's tensors are fetched.
 
-    names: as stored in the files. Returns the directory (config, tokenizer, index) and the safetensors files that hold
-    them; a model in one file is fetched whole. Raises also DataError when the index lacks a name.
+    Returns the directory (config, tokenizer) and those safetensors files, for `write_base`; a model in one file is
+    fetched whole. Raises also MismatchError when the index lacks a tensor of the stage.
     """
     repo = _hub_repo(source, revision)
     if repo is None:
@@ -69,12 +77,18 @@ def resolve_shards(
     index = folder / INDEX
     if not index.is_file():
         return folder, [_hub_file(repo, revision, SINGLE)]
+    config = load_config(folder)
     where = read_index(index)
-    wanted = list(names)
-    missing = [name for name in wanted if name not in where]
+    stored = current_names(where, family_of(config).old_names)
+    names = stage_tensor_names(config, cut, tied, stage)
+    missing = [name for name in names if name not in stored]
     if missing:
-        raise DataError(f"hub:{repo} has no tensor {missing[0]} in its {INDEX}. It is another kind of model")
-    return folder, [_hub_file(repo, revision, file) for file in sorted({where[name] for name in wanted})]
+        raise MismatchError(
+            f"hub:{repo} lists no tensor {missing[0]} in its {INDEX}. Its config is of another model"
+        )
+    return folder, [
+        _hub_file(repo, revision, file) for file in sorted({where[stored[name]] for name in names})
+    ]
 
 
 def check_model_dir(folder: Path) -> Path:

@@ -108,7 +108,8 @@ class StageModel(nn.Module):
             with TensorFiles(source, self.family.old_names) as files:
                 self._load(files, {name: files.shape(name) for name in files}, device)
         else:
-            self._load(source, {name: tensor.shape for name, tensor in source.items()}, device)
+            found = {name: source[name].shape for name in self.parameter_names() if name in source}
+            self._load(source, found, device)
 
     def _load(
         self, source: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], device: torch.device | str

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -57,27 +57,37 @@ def read_index(index: Path) -> dict[str, str]:
     return pairs
 
 
-class TensorFiles(Mapping[str, Tensor]):
-    """A lazy mapping from tensor name to tensor over a safetensors file, or a model directory of them.
+def current_names(stored: Iterable[str], old_names: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    """State_dict name to stored name. old_names: pairs of prefixes, in older checkpoints and in the state_dict."""
+    names = {name: name for name in stored}
+    for name in list(names):
+        for old, new in old_names:
+            if name.startswith(old):
+                names.setdefault(new + name.removeprefix(old), name)
+    return names
 
-    Only the tensors that are asked for are read. `old_names` (pairs of prefixes) lets names of older checkpoints stand
-    for those of the state_dict. Use as a context manager. Raises DataError for missing or damaged files.
+
+class TensorFiles(Mapping[str, Tensor]):
+    """A lazy mapping from tensor name to tensor over safetensors files: one, several, or a model directory's.
+
+    Only the tensors that are asked for are read. `old_names` (see `current_names`) lets the names of older checkpoints
+    stand for those of the state_dict. Use as a context manager. Raises DataError for missing or damaged files.
     """
 
-    def __init__(self, path: Path, old_names: tuple[tuple[str, str], ...] = ()) -> None:
+    def __init__(self, source: Path | Sequence[Path], old_names: tuple[tuple[str, str], ...] = ()) -> None:
+        if isinstance(source, Path):
+            source = weight_files(source) if source.is_dir() else [source]
         self._stack = ExitStack()
-        self._readers: dict[str, tuple[Any, str]] = {}  # name -> (open file, name in the file)
+        readers: dict[str, Any] = {}  # by stored name
         try:
-            for file in weight_files(path) if path.is_dir() else [path]:
+            for file in source:
                 reader = self._open(file)
-                for stored in reader.keys():  # noqa: SIM118  (a safetensors handle is no mapping)
-                    self._readers.setdefault(stored, (reader, stored))
-                    for old, new in old_names:
-                        if stored.startswith(old):
-                            self._readers.setdefault(new + stored.removeprefix(old), (reader, stored))
+                readers.update(dict.fromkeys(reader.keys(), reader))
         except BaseException:
             self._stack.close()
             raise
+        names = current_names(readers, old_names)
+        self._readers = {name: (readers[stored], stored) for name, stored in names.items()}
 
     def _open(self, file: Path) -> Any:
         try:

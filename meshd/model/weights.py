@@ -67,19 +67,24 @@ def stage_bytes(
 
 
 def write_base(
-    model_dir: Path, config: PreTrainedConfig, cut: Sequence[int], tied: Tied, stage: int, dest_file: Path
+    source: Path | Sequence[Path],
+    config: PreTrainedConfig,
+    cut: Sequence[int],
+    tied: Tied,
+    stage: int,
+    dest_file: Path,
 ) -> None:
-    """Slice one stage's tensors out of a model directory into one safetensors file, under whole-model names.
+    """Slice one stage's tensors out of a model's safetensors into one file, under whole-model names.
 
-    The rest of the model is not read; values keep the dtype that they are stored in. Written atomically. Raises
-    MismatchError when the directory's tensors do not fit the config, DataError when its files cannot be read,
-    ResourceError when the file cannot be written.
+    source: the model's directory, or those of its files that hold the stage (`resolve_stage`). The rest is not read;
+    values keep the dtype that they are stored in. Written atomically. Raises MismatchError when the tensors do not
+    fit the config, DataError when files cannot be read, ResourceError when the file cannot be written.
     """
     model = StageModel(config, cut, tied, stage)
     expected = {name: parameter.shape for name, parameter in model.named().items()}
-    with TensorFiles(model_dir, model.family.old_names) as files:
+    with TensorFiles(source, model.family.old_names) as files:
         found = {name: files.shape(name) for name in files}
-        check_shapes(expected, found, f"the configuration in {model_dir}")
+        check_shapes(expected, found, f"the model's config (stage {stage})")
         write_tensors({name: files[name].contiguous() for name in expected}, dest_file)
 
 

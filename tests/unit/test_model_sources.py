@@ -19,10 +19,12 @@ from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, Revi
 from model_helpers import save_tiny, tiny_config, whole_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from meshd.errors import ConfigError, DataError, MeshdError, NetworkError, ResourceError
+from meshd.errors import ConfigError, DataError, MeshdError, MismatchError, NetworkError, ResourceError
 from meshd.model import packaged, sources
+from meshd.model.families import load_config
 from meshd.model.packaged import PACKAGED, Package, packaged_model
-from meshd.model.sources import resolve_shards, resolve_source
+from meshd.model.sources import resolve_source, resolve_stage
+from meshd.model.weights import write_base
 
 # ---- local directories -----------------------------------------------------------------------------------------------
 
@@ -271,11 +273,19 @@ def test_hub_model_is_fetched_whole_or_by_shard(tmp_path: Path, monkeypatch: pyt
     assert resolve_source("hub:org/name", "v1") == folder
     assert "*.safetensors" in patterns
     assert not [pattern for pattern in patterns if pattern.endswith((".bin", ".py", "*"))]
-    names = ["model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"]
-    got, shards = resolve_shards("hub:org/name", "v1", names)
+    files.clear()
+    got, shards = resolve_stage("hub:org/name", "v1", [1, 3], "none", 1)
     assert got == folder
     assert "*.safetensors" not in patterns
     assert files == [shard.name for shard in shards]
     assert 0 < len(files) < len(list(folder.glob("*.safetensors")))
-    with pytest.raises(DataError, match=r"no tensor made\.up"):
-        resolve_shards("hub:org/name", "v1", ["made.up"])
+    write_base(shards, load_config(folder), [1, 3], "none", 1, tmp_path / "1.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("layers.1.mlp.up_proj", "layers.1.mlp.other"))
+    with pytest.raises(MismatchError, match=r"no tensor model\.layers\.1\.mlp\.up_proj\.weight"):
+        resolve_stage("hub:org/name", "v1", [1, 3], "none", 1)
+
+
+def test_stage_of_a_local_model_uses_its_files(tmp_path: Path) -> None:
+    folder = save_tiny(whole_model(tiny_config("llama")), tmp_path / "model")
+    assert resolve_stage(str(folder), None, [2], "none", 0) == (folder, [folder / "model.safetensors"])
