@@ -50,7 +50,8 @@ class Identity:
             raise ResourceError(_denied("read", path, error)) from error
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            others = sorted(entry.name for entry in path.parent.iterdir())
+            # The daemon's own lock is there before everything else.
+            others = sorted(entry.name for entry in path.parent.iterdir() if entry.name != "lock")
             key = Ed25519PrivateKey.generate()
             created = _write_new(path, _PRIVATE_PREFIX + _seed(key) + _public(key))
             identity = cls(key, path) if created else cls._read(path)

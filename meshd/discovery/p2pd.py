@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -255,7 +256,11 @@ def _find_child(control_socket: str) -> psutil.Process | None:
 
 
 def _kill_children_with_identity(path: str) -> None:
-    for child, words in _children():
-        if f"-id={path}" in words:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
+    """End what an interrupted start has left, and wait a moment for asyncio's child watcher to collect it."""
+    killed = [child for child, words in _children() if f"-id={path}" in words]
+    for child in killed:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    end = time.monotonic() + _STOP_S
+    while any(psutil.pid_exists(child.pid) for child in killed) and time.monotonic() < end:
+        time.sleep(_REAP_POLL_S)
