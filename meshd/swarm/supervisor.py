@@ -177,7 +177,8 @@ class Supervisor:
             link = None if peer == SEED else (await self._seed_daemon()).link
             code = await self._run_once(peer, link)
             delay, why = self.plan.policy.decide(code, restarts)
-            self._tell(f"{peer}: {why}")
+            said = f" (its last words: {log_tail(self.plan.log(peer), lines=1).strip()})" if code != 0 else ""
+            self._tell(f"{peer}: {why}{said}")
             if delay is None:
                 self._give_up(peer, code, why)
                 return
