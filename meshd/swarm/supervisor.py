@@ -96,6 +96,10 @@ class Supervisor:
         self._restarts = 0
         self._gone: set[str] = set()
         self._seed_left = asyncio.Event()
+        # Set while the peer does not run.
+        self._ended = {peer: asyncio.Event() for peer in (SEED, *plan.peers())}
+        for event in self._ended.values():
+            event.set()
 
     async def run(self, on_status: Callable[[pb.StatusReply], None]) -> Outcome:
         """Start the swarm, follow it to its end, export, stop all. Cancel it to stop early.
@@ -188,10 +192,24 @@ class Supervisor:
 
     async def _run_once(self, peer: str, link: str | None) -> int:
         child = await self._start(peer, self.plan.arguments(peer, link))
+        ended = self._ended[peer]
+        ended.clear()
         try:
             return await child.wait()
+        except asyncio.CancelledError:
+            # Injectors leave first, while those who finish their microbatches are there; the seed leaves last.
+            for other, event in self._ended.items():
+                if self._turn(other) < self._turn(peer):
+                    await event.wait()
+            raise
         finally:
-            await child.stop(self.plan.grace_s, self.hurry)
+            try:
+                await child.stop(self.plan.grace_s, self.hurry)
+            finally:
+                ended.set()
+
+    def _turn(self, peer: str) -> int:
+        return 2 if peer == SEED else min(self._stage(peer), 1)
 
     async def _start(self, peer: str, command: Sequence[str]) -> Child:
         environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
