@@ -28,20 +28,13 @@ from meshd.errors import MeshdError, MismatchError
 from meshd.identity import Identity
 from meshd.observe.daemonfile import DaemonFile
 from meshd.observe.log import event
-from meshd.observe.metrics import Metrics, watch_loop_lag, watch_memory
-from meshd.optim.schedule import TokenCounter
-from meshd.peer.directory import Directory, Self
-from meshd.peer.handlers import DaemonHandlers
-from meshd.peer.join import Supply, fetch_run
-from meshd.peer.parts import Parts
-from meshd.peer.resolve import BUNDLES, load_run, resolve, run_directory, save_run
-from meshd.peer.seed import SeedPeer
-from meshd.peer.stage import StagePeer
-from meshd.peer.status import StatusBoard
+from meshd.observe.metrics import watch_loop_lag, watch_memory
+from meshd.peer.directory import Self
+from meshd.peer.peer import Peer
+from meshd.peer.resolve import load_run, resolve, run_directory
 from meshd.proto import meshd_pb2 as pb
-from meshd.state.bundle import BundleStore
 from meshd.state.disk import disk_faults
-from meshd.state.peer_state import lock_state_dir
+from meshd.state.lock import lock_state_dir
 from meshd.transport.grpc_client import GrpcTransport
 from meshd.transport.grpc_server import serve
 
@@ -118,7 +111,7 @@ def _signals(daemon: Daemon) -> Iterator[None]:
 
 @dataclass
 class Daemon:
-    """One peer in this process."""
+    """One peer in this process, on gRPC and the registry that its link names."""
 
     config: PeerConfig
     state_dir: Path
@@ -127,78 +120,47 @@ class Daemon:
     clock: Clock = field(default_factory=SystemClock)
     rng: random.Random = field(default_factory=random.Random)
     leaving: bool = False
-    _peer: SeedPeer | StagePeer | None = None
-    _role: asyncio.Task[None] | None = None
+    _peer: Peer | None = None
 
     def leave(self) -> None:
-        """Ask the peer to leave in good order; what has not begun to work yet is given up."""
+        """Ask the peer to leave in good order."""
         self.leaving = True
-        if self._role is not None and (self._peer is None or not self._peer.leave()):
-            self._role.cancel()
+        if self._peer is not None:
+            self._peer.leave()
 
     async def run(self, run: ResolvedRun | None, folder: Path) -> None:
         """Serve, register, play the role until the end. `run`: None when it must be asked for in the swarm."""
-        config, clock = self.config, self.clock
+        config = self.config
         me = Self(
             peer_id=self.identity.peer_id,
             name=config.name or socket.gethostname()[:64],
             role=_ROLES[config.role],
             run_id=self._run_id(run),
             # Milliseconds, so that no two starts of one peer are alike.
-            incarnation=int(clock.time() * 1000),
+            incarnation=int(self.clock.time() * 1000),
         )
-        metrics = Metrics(clock)
-        status = StatusBoard(me, clock, metrics)
-        handlers = DaemonHandlers(me, clock, status)
+        self._peer = peer = Peer(config, me, self.clock, self.rng)
+        if self.leaving:
+            peer.leave()
         async with (
-            serve(handlers, config.listen, config.port) as server,
+            serve(peer.handlers, config.listen, config.port) as server,
             self._registered(me.run_id, run) as registry,
             _closing(GrpcTransport()) as transport,
         ):
             host = announced_hosts(config.listen, config.announce)[0]
             me.address = f"[{host}]:{server.port}" if ":" in host else f"{host}:{server.port}"
-            me.maddrs = (
-                [str(address) for address in registry.maddrs()] if isinstance(registry, DhtRegistry) else []
-            )
-            directory = Directory(me, registry, TokenCounter(), clock)
-            status.directory, status.transport = directory, transport
-            self._say_where(me)
-            parts = Parts(folder, directory, transport, handlers, status, metrics)
             async with asyncio.TaskGroup() as tasks:
                 services = [
-                    tasks.create_task(watch_loop_lag(metrics, clock)),
-                    tasks.create_task(watch_memory(metrics, clock)),
-                    tasks.create_task(directory.run()),
+                    tasks.create_task(watch_loop_lag(peer.metrics, self.clock)),
+                    tasks.create_task(watch_memory(peer.metrics, self.clock)),
                 ]
                 if isinstance(registry, DhtRegistry):
+                    me.maddrs = [str(address) for address in registry.maddrs()]
                     services.append(tasks.create_task(registry.run()))
-                self._role = tasks.create_task(self._play(run, parts))
-                if self.leaving:
-                    self._role.cancel()
-                await asyncio.wait({self._role})
+                self._say_where(me)
+                await peer.run(run, folder, registry, transport)
                 for service in services:
                     service.cancel()
-            await registry.withdraw()
-
-    async def _play(self, run: ResolvedRun | None, parts: Parts) -> None:
-        """Learn the run, then be a seed or a stage peer."""
-        directory = parts.directory
-        directory.me.state = pb.PEER_STATE_JOINING
-        if run is None:
-            parts.status.doing = lambda: "asking peers for the run spec"
-            run = await fetch_run(directory.me.run_id, directory, parts.transport, self.clock)
-            await asyncio.to_thread(save_run, parts.folder, run)
-        parts.status.run = parts.handlers.run = run
-        if isinstance(directory.registry, DhtRegistry):
-            directory.registry.set_stages(run.stages)
-        store = await asyncio.to_thread(BundleStore, parts.folder / BUNDLES)
-        supply = Supply(run, store, directory, parts.transport, self.clock, self.rng)
-        event(log, "run_known", name=run.spec.name, run_id=run.run_id, stages=run.stages)
-        if self.config.role == "seed":
-            self._peer = SeedPeer(run, supply, parts.handlers, parts.status)
-        else:
-            self._peer = StagePeer(self.config, supply, parts, self.rng)
-        await self._peer.run()
 
     def _run_id(self, run: ResolvedRun | None) -> str:
         if run is not None:

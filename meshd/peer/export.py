@@ -30,7 +30,7 @@ from meshd.proto import meshd_pb2 as pb
 from meshd.state.bundle import BundleStore
 from meshd.state.disk import disk_faults
 from meshd.state.fetch import fetch_bundle
-from meshd.state.peer_state import lock_state_dir
+from meshd.state.lock import lock_state_dir
 from meshd.state.stage_state import read_params
 from meshd.transport.base import Transport
 from meshd.transport.grpc_client import GrpcTransport
@@ -43,8 +43,8 @@ _SEARCH_S = 30.0
 async def export_checkpoint(source: SwarmLink | Path, dest: Path, *, watermark: int | None = None) -> int:
     """Write the run's result to `dest`. Returns its token watermark.
 
-    source: a swarm link, or a state directory (asked through its daemon while one runs). watermark: None takes the
-    newest for which all stages have a snapshot. Raises MeshdError: nothing complete, nobody there, no room.
+    source: a swarm link, or an absolute state directory (asked through its daemon while one runs). watermark: None
+    takes the newest for which all stages have a snapshot. Raises MeshdError: nothing complete, nobody there, no room.
     """
     await asyncio.to_thread(check_destination, dest)
     transport = GrpcTransport()
@@ -52,7 +52,7 @@ async def export_checkpoint(source: SwarmLink | Path, dest: Path, *, watermark: 
         if isinstance(source, SwarmLink):
             addresses = await _find_peers(source)
             return await _from_peers(source.run_id, addresses, transport, dest, watermark)
-        state_dir = source.expanduser()
+        state_dir = source
         daemon = await asyncio.to_thread(DaemonFile.read, state_dir)
         if daemon is not None and daemon.alive():
             return await _from_peers(daemon.run_id, [daemon.address], transport, dest, watermark)

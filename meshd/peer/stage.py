@@ -52,8 +52,8 @@ def choose_device(wanted: str) -> torch.device:
     device = torch.device(wanted)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ResourceError(
-            f'device = {wanted!r}: torch sees {torch.cuda.device_count()} CUDA devices. Fix: device = "cpu", or install '
-            "a CUDA build of torch and the driver"
+            f'device = {wanted!r}: torch sees {torch.cuda.device_count()} CUDA devices. Fix: device = "cpu", '
+            "or install a CUDA build of torch and the driver"
         )
     return device
 
@@ -93,6 +93,7 @@ class StagePeer:
     def __init__(self, config: PeerConfig, supply: Supply, parts: Parts, rng: random.Random) -> None:
         self._config, self._run, self._supply, self._parts, self._rng = config, supply.run, supply, parts, rng
         self._directory, self._clock, self._status = parts.directory, supply.clock, parts.status
+        self._runtime: StageRuntime | None = None
         self._injector: Injector | None = None
         self._intake: Intake | None = None
         self._leaving = asyncio.Event()
@@ -103,7 +104,9 @@ class StagePeer:
         status, me = self._status, self._directory.me
         status.doing = lambda: self._doing
         wanted = self._config.stage
-        if wanted is not None and wanted >= self._run.stages:
+        if wanted is None:
+            wanted = await asyncio.to_thread(self._held_before)
+        elif wanted >= self._run.stages:
             raise DataError(
                 f"stage = {wanted}: this run has stages 0 to {self._run.stages - 1}. Fix: one of these"
             )
@@ -111,11 +114,22 @@ class StagePeer:
         me.state = pb.PEER_STATE_SYNCING
         await self._directory.announce()
         device = choose_device(self._config.device)
-        runtime = await self._load(me.stage, device)
+        self._runtime = await self._load(me.stage, device)
         async with DeviceWorker() as worker:
-            await self._work(runtime, worker)
+            await self._work(self._runtime, worker)
 
-    # ---- state --------------------------------------------------------------------------------------------------------
+    @property
+    def runtime(self) -> StageRuntime:
+        """The stage's model and optimizer, once it is loaded."""
+        assert self._runtime is not None
+        return self._runtime
+
+    def _held_before(self) -> int | None:
+        """The stage whose state this peer has from its last time in this run: going on with it costs no download."""
+        held = [n for n in range(self._run.stages) if f"live/{n}" in self._supply.store.names()]
+        return held[0] if len(held) == 1 else None
+
+    # ---- state ------------------------------------------------------------------------------------------------------
 
     async def _load(self, number: int, device: torch.device) -> StageRuntime:
         """The stage with the best state there is: a working replica's, this peer's own, or the base model's."""
@@ -173,7 +187,7 @@ class StagePeer:
         except NotHere:
             return
 
-    # ---- work -----------------------------------------------------------------------------------------------------------
+    # ---- work -------------------------------------------------------------------------------------------------------
 
     async def _work(self, runtime: StageRuntime, worker: DeviceWorker) -> None:
         me, directory, store = self._directory.me, self._directory, self._supply.store
@@ -282,7 +296,7 @@ class StagePeer:
                 balance = ledger.balance()
                 event(log, "drained", holds=balance.holds, **vars(balance))
 
-    # ---- the end --------------------------------------------------------------------------------------------------------
+    # ---- the end ----------------------------------------------------------------------------------------------------
 
     def leave(self) -> bool:
         """Hand back what this peer holds, save its state, return from `run`. False: it holds nothing yet."""

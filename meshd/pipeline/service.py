@@ -268,14 +268,18 @@ class Pipeline:
                 pb.Drop.REASON_NO_ROUTE, f"no replica of stage {stage} took it ({why})", trip.partial
             )
         self.waiting_for = f"a replica of stage {stage}"
-        changed = self._changed
-        try:
-            async with asyncio.timeout(_LOOK_S):
-                await changed.wait()
-        except TimeoutError:
-            pass
+        if trip.refused:
+            # All that can be asked said no: what they lack (a snapshot, their own way onward) takes time to come.
+            await self.stage.clock.sleep(_LOOK_S)
+            trip.refused.clear()
+        else:
+            changed = self._changed
+            try:
+                async with asyncio.timeout(_LOOK_S):
+                    await changed.wait()
+            except TimeoutError:
+                pass
         self.waiting_for = ""
-        trip.refused.clear()
 
     def _offer(self, trip: _Trip) -> pb.Offer:
         assert trip.cargo.frame is not None

@@ -139,6 +139,7 @@ class _Link:
         self._intake, self._pipeline, self._duplex = intake, intake.pipeline, duplex
         self._sender = PrioritySender(duplex)
         self._held: dict[Key, _Held] = {}
+        self._sent_away = False
 
     async def run(self, messages: AsyncIterator[pb.LinkMessage]) -> None:
         """Until the stream ends; then whatever the neighbour still waited for is forgotten."""
@@ -155,7 +156,10 @@ class _Link:
                 self._forget(key)
 
     def credit(self) -> None:
-        self._sender.post(pb.LinkMessage(credit=pb.Credit(places=1)))
+        """Tell a neighbour that was sent away that there is room."""
+        if self._sent_away:
+            self._sent_away = False
+            self._sender.post(pb.LinkMessage(credit=pb.Credit(places=1)))
 
     def _take(self, message: pb.LinkMessage, tasks: asyncio.TaskGroup) -> None:
         match message.WhichOneof("body"):
@@ -180,6 +184,7 @@ class _Link:
             size = offer.hidden.payload_bytes
             assembler = Assembler(size, max_bytes=size, what=f"hidden state from {self.name}")
             self._held[key_of(offer.id)] = _Held(offer, batch, assembler)
+        self._sent_away |= verdict == pb.Answer.VERDICT_BUSY
         answer = pb.Answer(id=offer.id, hop=offer.hop, verdict=verdict, reason=reason)
         self._sender.post(pb.LinkMessage(answer=answer))
 

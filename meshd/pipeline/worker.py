@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -54,9 +54,13 @@ class DeviceWorker:
 
         Cancelling takes a waiting job out of the queue; one that runs already runs to its end.
         """
+        return await asyncio.get_running_loop().run_in_executor(_Lane(self, priority), call)
+
+    def submit(self, call: Callable[[], T], priority: int) -> Future[T]:
+        """Queue a call; for `run`."""
         future: Future[T] = Future()
         self._queue.put((priority, next(self._order), call, future))
-        return await asyncio.wrap_future(future)
+        return future
 
     def _work(self) -> None:
         while True:
@@ -76,3 +80,14 @@ class DeviceWorker:
             del call, future
             result = None
             self.busy_s += time.perf_counter() - began
+
+
+class _Lane(Executor):
+    """The worker as an Executor of one priority: the event loop then knows that a job is under way, which a loop on
+    virtual time must (meshd.sim.clock)."""
+
+    def __init__(self, worker: DeviceWorker, priority: int) -> None:
+        self._worker, self._priority = worker, priority
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        return self._worker.submit(lambda: fn(*args, **kwargs), self._priority)

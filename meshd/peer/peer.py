@@ -1,0 +1,84 @@
+"""One peer, whatever carries its messages: learn the run, play a role, be known to the others meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from pathlib import Path
+
+from meshd.clock import Clock
+from meshd.config.peer import PeerConfig
+from meshd.config.runspec import ResolvedRun
+from meshd.discovery.dht import DhtRegistry
+from meshd.discovery.registry import Registry
+from meshd.observe.log import event
+from meshd.observe.metrics import Metrics
+from meshd.optim.schedule import TokenCounter
+from meshd.peer.directory import Directory, Self
+from meshd.peer.handlers import DaemonHandlers
+from meshd.peer.join import Supply, fetch_run
+from meshd.peer.parts import Parts
+from meshd.peer.resolve import BUNDLES, save_run
+from meshd.peer.seed import SeedPeer
+from meshd.peer.stage import StagePeer
+from meshd.peer.status import StatusBoard
+from meshd.proto import meshd_pb2 as pb
+from meshd.state.bundle import BundleStore
+from meshd.transport.base import Transport
+
+log = logging.getLogger(__name__)
+
+
+class Peer:
+    """`handlers` are to be served at `me.address` before `run` is called."""
+
+    def __init__(self, config: PeerConfig, me: Self, clock: Clock, rng: random.Random) -> None:
+        self._config, self.me, self._clock, self._rng = config, me, clock, rng
+        self.metrics = Metrics(clock)
+        self.status = StatusBoard(me, clock, self.metrics)
+        self.handlers = DaemonHandlers(me, clock, self.status)
+        self.role: SeedPeer | StagePeer | None = None
+        self._playing: asyncio.Task[None] | None = None
+        self._left = False
+
+    def leave(self) -> None:
+        """Leave in good order: what is held is finished or handed back. What has not begun to work is given up."""
+        self._left = True
+        if self._playing is not None and (self.role is None or not self.role.leave()):
+            self._playing.cancel()
+
+    async def run(
+        self, run: ResolvedRun | None, folder: Path, registry: Registry, transport: Transport
+    ) -> None:
+        """Until the run has ended or the peer has left. run: None: the swarm is asked; folder: for its files."""
+        directory = Directory(self.me, registry, TokenCounter(), self._clock)
+        self.status.directory, self.status.transport = directory, transport
+        parts = Parts(folder, directory, transport, self.handlers, self.status, self.metrics)
+        async with asyncio.TaskGroup() as tasks:
+            renewing = tasks.create_task(directory.run())
+            self._playing = tasks.create_task(self._play(run, parts))
+            if self._left:
+                self._playing.cancel()
+            await asyncio.wait({self._playing})
+            renewing.cancel()
+        await registry.withdraw()
+
+    async def _play(self, run: ResolvedRun | None, parts: Parts) -> None:
+        directory = parts.directory
+        self.me.state = pb.PEER_STATE_JOINING
+        if run is None:
+            self.status.doing = lambda: "asking peers for the run spec"
+            run = await fetch_run(self.me.run_id, directory, parts.transport, self._clock)
+            await asyncio.to_thread(save_run, parts.folder, run)
+        self.status.run = self.handlers.run = run
+        if isinstance(directory.registry, DhtRegistry):
+            directory.registry.set_stages(run.stages)
+        store = await asyncio.to_thread(BundleStore, parts.folder / BUNDLES)
+        supply = Supply(run, store, directory, parts.transport, self._clock, self._rng)
+        event(log, "run_known", name=run.spec.name, run_id=run.run_id, stages=run.stages)
+        if self._config.role == "seed":
+            self.role = SeedPeer(run, supply, parts.handlers, parts.status)
+        else:
+            self.role = StagePeer(self._config, supply, parts, self._rng)
+        await self.role.run()
