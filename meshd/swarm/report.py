@@ -136,7 +136,9 @@ def continuation(model: Path, prompt: str, tokens: int = 48) -> str:
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(model)
     network = AutoModelForCausalLM.from_pretrained(model).eval()
     inputs = tokenizer(prompt, return_tensors="pt")
