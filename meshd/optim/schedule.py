@@ -54,6 +54,10 @@ class TokenCounter:
 
     # What a message may bring. Runs have a handful of stage-0 replicas; their successors after churn add up slowly.
     MAX_ORIGINS = 256
+    # A peer id is 52 characters. Counts travel in every offer: long names would make messages too large to send.
+    MAX_ORIGIN_LENGTH = 128
+    # Far above any run; so the sum over all origins fits the wire's 64 bits whatever a message claims.
+    MAX_TOKENS = 1 << 55
 
     def __init__(self) -> None:
         self._tokens: dict[str, int] = {}
@@ -71,8 +75,10 @@ class TokenCounter:
             self._tokens[origin] = tokens
 
     def merge(self, counts: Iterable[pb.Count]) -> None:
-        """Take over what a peer knows. Origins beyond MAX_ORIGINS are ignored: memory stays bounded."""
+        """Take over what a peer knows. What is out of bounds is ignored: memory and messages stay bounded."""
         for count in counts:
+            if not 0 < len(count.origin) <= self.MAX_ORIGIN_LENGTH or count.tokens > self.MAX_TOKENS:
+                continue
             if count.origin in self._tokens or len(self._tokens) < self.MAX_ORIGINS:
                 self.advance(count.origin, count.tokens)
 

@@ -19,8 +19,9 @@ from meshd.proto import meshd_pb2 as pb
 
 Direction = Literal["forward", "backward"]
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+# Formats a tensor may have on either side, by their names in the header.
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,11 @@ def check_header(header: pb.TensorHeader, shape: Sequence[int]) -> Codec:
         raise MismatchError(
             f"codec {header.codec[:64]!r} is not known here; known: {', '.join(sorted(_registry))}"
         )
-    if header.dtype not in _DTYPES:
-        raise MismatchError(f"dtype {header.dtype[:64]!r} is not one of {', '.join(_DTYPES)}")
+    if header.dtype not in DTYPES:
+        raise MismatchError(f"dtype {header.dtype[:64]!r} is not one of {', '.join(DTYPES)}")
     if list(header.shape) != list(shape):
         raise MismatchError(f"shape {list(header.shape)[:8]} where {list(shape)} was expected")
-    if header.payload_bytes > codec.wire_bytes(shape):
+    if not 0 < header.payload_bytes <= codec.wire_bytes(shape):
         raise MismatchError(
             f"payload of {header.payload_bytes} bytes where {codec.name} takes {codec.wire_bytes(shape)}"
         )
@@ -112,16 +113,17 @@ def check_header(header: pb.TensorHeader, shape: Sequence[int]) -> Codec:
 
 def decode(frame: Frame, context: CodecContext, device: torch.device) -> torch.Tensor:
     """Decode with the codec that the frame names. The result is finite, or MismatchError is raised."""
+    codec = check_header(frame.header, frame.header.shape)
     if len(frame.payload) != frame.header.payload_bytes or zlib.crc32(frame.payload) != frame.header.checksum:
-        raise MismatchError(f"{frame.header.codec} payload fails its checksum")
-    tensor = codec_named(frame.header.codec).decode(frame, context, device)
+        raise MismatchError(f"{codec.name} payload fails its checksum")
+    tensor = codec.decode(frame, context, device)
     if not bool(torch.isfinite(tensor).all()):
-        raise MismatchError(f"{frame.header.codec} payload holds values that are not finite")
+        raise MismatchError(f"{codec.name} payload holds values that are not finite")
     return tensor
 
 
 def dtype_of(header: pb.TensorHeader) -> torch.dtype:
-    return _DTYPES[header.dtype]
+    return DTYPES[header.dtype]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:

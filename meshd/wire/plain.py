@@ -6,17 +6,36 @@ from collections.abc import Sequence
 
 import torch
 
-from meshd.wire.codec import CodecContext, Frame, dtype_of, make_frame, register, tensor_bytes, tensor_from
+from meshd.wire.codec import (
+    DTYPES,
+    CodecContext,
+    Frame,
+    dtype_of,
+    make_frame,
+    register,
+    tensor_bytes,
+    tensor_from,
+)
 
 
 class Dense:
-    """Every value in one floating-point format. Size: 2 or 4 bytes per value, exact."""
+    """Every value in one floating-point format. Size: 2 or 4 bytes per value, exact.
+
+    What is finite stays finite: values that would round to infinity, on the wire or back in the tensor's own format,
+    become the largest that do not (bf16 ends a little before fp32, and is coarser than fp16 where that ends).
+    """
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name, self._dtype = name, dtype
+        self._limits = {source: _limit(source, dtype) for source in DTYPES.values()}
 
     def encode(self, tensor: torch.Tensor, context: CodecContext) -> Frame:
-        return make_frame(self.name, tensor, tensor_bytes(tensor.detach().to(self._dtype)))
+        limit = self._limits[tensor.dtype]
+        values = tensor.detach()
+        if limit is not None:
+            # Infinity stays: it must not pass for a value.
+            values = torch.where(values.isinf(), values, values.clamp(-limit, limit))
+        return make_frame(self.name, tensor, tensor_bytes(values.to(self._dtype)))
 
     def decode(self, frame: Frame, context: CodecContext, device: torch.device) -> torch.Tensor:
         raw = tensor_from(frame.payload, self._dtype, frame.header.shape)
@@ -24,6 +43,10 @@ class Dense:
 
     def wire_bytes(self, shape: Sequence[int]) -> int:
         return self._dtype.itemsize * int(torch.Size(shape).numel())
+
+
+# A hair under 1/127, so that 127 steps of the largest value are never rounded beyond it, to infinity.
+_STEP = (1 - 2**-22) / 127
 
 
 class Int8:
@@ -37,14 +60,9 @@ class Int8:
 
     def encode(self, tensor: torch.Tensor, context: CodecContext) -> Frame:
         values = tensor.detach().float()
-        scale = values.abs().amax(-1, keepdim=True) / 127
-        # A token of zeros (or of subnormals) has no usable scale; its levels are zero with any.
-        levels = (
-            (values / scale.clamp_min(torch.finfo(torch.float32).tiny))
-            .round()
-            .clamp(-127, 127)
-            .to(torch.int8)
-        )
+        # A token of zeros takes any scale; below the smallest normal number division loses all precision.
+        scale = (values.abs().amax(-1, keepdim=True) * _STEP).clamp_min(torch.finfo(torch.float32).tiny)
+        levels = (values / scale).round().clamp(-127, 127).to(torch.int8)
         return make_frame(self.name, tensor, tensor_bytes(levels) + tensor_bytes(scale))
 
     def decode(self, frame: Frame, context: CodecContext, device: torch.device) -> torch.Tensor:
@@ -58,6 +76,15 @@ class Int8:
     def wire_bytes(self, shape: Sequence[int]) -> int:
         values = int(torch.Size(shape).numel())
         return values + 4 * (values // shape[-1])
+
+
+def _limit(source: torch.dtype, wire: torch.dtype) -> float | None:
+    """The largest value of `wire` that fits `source`; None when every value of `source` survives the way."""
+    largest = torch.finfo(source).max
+    rounded = torch.tensor(largest, dtype=torch.float64).to(wire)
+    if rounded.item() <= largest:
+        return None
+    return torch.nextafter(rounded, torch.zeros_like(rounded)).item()
 
 
 register(Dense("dense", torch.bfloat16))
