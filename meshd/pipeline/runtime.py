@@ -159,13 +159,9 @@ class StageRuntime:
             parameter.copy_(weights[name])
 
     @torch.no_grad()
-    def evaluate(self, hop: int, work: Work, model: StageModel) -> Frame | tuple[float, int]:
-        """One hop of an evaluation with a frozen `model`: the next hop's input, or (summed loss, label tokens)."""
-        x = self._input(hop, work)
-        out = model(hop, x, self._starts(work))
-        if self._hops[hop].head:
-            labels, mask = work.batch.labels.to(self.device), work.batch.label_mask.to(self.device)
-            return token_loss(out, labels, mask).item(), work.batch.label_tokens
+    def forward_frozen(self, hop: int, work: Work, model: StageModel) -> Frame:
+        """Output of one hop of an evaluation with a frozen `model`, encoded for the next hop."""
+        out = model(hop, self._input(hop, work), self._starts(work))
         return codec_named(EVALUATION_CODEC).encode(out, self._context(work, hop, "forward"))
 
     def _compute(self, hop: int, work: Work, gradient: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -182,6 +178,13 @@ class StageRuntime:
         return decode(work.frame, self._context(work, hop - 1, "forward"), self.device)
 
     def _starts(self, work: Work) -> torch.Tensor | None:
+    @torch.no_grad()
+    def score(self, hop: int, work: Work, model: StageModel) -> tuple[float, int]:
+        """The hop with the head of an evaluation: (summed loss in nats, label tokens)."""
+        out = model(hop, self._input(hop, work), self._starts(work))
+        labels, mask = work.batch.labels.to(self.device), work.batch.label_mask.to(self.device)
+        return token_loss(out, labels, mask).item(), work.batch.label_tokens
+
         starts = work.batch.document_starts
         return None if starts is None else starts.to(self.device)
 

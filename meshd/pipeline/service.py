@@ -132,10 +132,13 @@ class Pipeline:
             job = run(lambda: runtime.head(hop, work, pace), worker.FORWARD)
             loss, returned = await self._computed(job, partial=False)
         else:
-            frame = await self._computed(
-                run(lambda: runtime.forward(hop, work), worker.FORWARD), partial=False
-            )
-            passed = await self._onward(hop + 1, id, work, frame)
+
+            def forward() -> Awaitable[Frame]:
+                return run(lambda: runtime.forward(hop, work), worker.FORWARD)
+
+            frame = await self._computed(forward(), partial=False)
+            passed = await self._carry(hop + 1, id, work, frame, forward)
+            assert isinstance(passed, Passed)
             gradient = passed.gradient
             assert gradient is not None
             loss, pace = passed.loss, self._pace()
@@ -151,16 +154,18 @@ class Pipeline:
             raise Dropped(
                 pb.Drop.REASON_NO_SNAPSHOT, f"no snapshot {watermark} of stage {self.stage.hops[hop].stage}"
             )
-        runtime = self.stage.runtime
-        out = await self._computed(
-            self.stage.worker.run(lambda: runtime.evaluate(hop, work, model), worker.BACKGROUND),
-            partial=False,
-        )
-        if isinstance(out, Frame):
-            result = await self._carry(hop + 1, id, work, out, evaluate=watermark + 1)
-            assert isinstance(result, Evaluated)
-            return result
-        return Evaluated(*out)
+        runtime, run = self.stage.runtime, self.stage.worker.run
+        if self.stage.hops[hop].head:
+            score = run(lambda: runtime.score(hop, work, model), worker.BACKGROUND)
+            return Evaluated(*await self._computed(score, partial=False))
+
+        def forward() -> Awaitable[Frame]:
+            return run(lambda: runtime.forward_frozen(hop, work, model), worker.BACKGROUND)
+
+        frame = await self._computed(forward(), partial=False)
+        result = await self._carry(hop + 1, id, work, frame, forward, evaluate=watermark + 1)
+        assert isinstance(result, Evaluated)
+        return result
 
     def _pace(self) -> Pace:
         return Pace(self.stage.counter.total, self.stage.around.live_replicas())
@@ -192,13 +197,19 @@ class Pipeline:
 
     # ---- to the next hop --------------------------------------------------------------------------------------------
 
-    async def _onward(self, hop: int, id: pb.MicrobatchId, work: Work, frame: Frame) -> Passed:
-        result = await self._carry(hop, id, work, frame, evaluate=0)
-        assert isinstance(result, Passed)
-        return result
+    async def _carry(
+        self,
+        hop: int,
+        id: pb.MicrobatchId,
+        work: Work,
+        frame: Frame,
+        forward: Callable[[], Awaitable[Frame]],
+        evaluate: int = 0,
+    ) -> Result:
+        """Find a replica of `hop`, send, wait for the way back; again elsewhere when it fails.
 
-    async def _carry(self, hop: int, id: pb.MicrobatchId, work: Work, frame: Frame, evaluate: int) -> Result:
-        """Find a replica of `hop`, send, wait for the way back; again elsewhere when it fails."""
+        forward: what made `frame`, to make it again. evaluate: 0 to train, else a snapshot's watermark + 1.
+        """
         trip = _Trip(hop, id.origin, id.sequence, id.attempt, work, evaluate, Cargo(frame))
         trip.deadline = self.stage.clock.monotonic() + NO_ROUTE_S
         while True:
@@ -207,10 +218,7 @@ class Pipeline:
                 await self._wait_for_route(trip)
                 continue
             if trip.cargo.frame is None:
-                again = self.stage.worker.run(
-                    lambda: self.stage.runtime.forward(hop - 1, work), worker.FORWARD
-                )
-                trip.cargo.frame = await self._computed(again, trip.partial)
+                trip.cargo.frame = await self._computed(forward(), trip.partial)
             try:
                 return await self._attempt(trip, replica)
             except Busy:
