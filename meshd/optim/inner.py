@@ -14,6 +14,9 @@ import torch
 from meshd.config.runspec import OptimSpec
 from meshd.errors import MismatchError
 
+# What AdamW keeps of a parameter, all or nothing.
+_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -94,17 +97,28 @@ class InnerOptimizer:
         return out
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over moments from `state()` of a peer with the same stage. Raises MismatchError naming the tensor."""
+        """Take over moments from `state()` of a peer with the same stage; parameters that it leaves out have none.
+
+        Raises MismatchError naming the tensor, before anything is changed (C07, C27).
+        """
+        found: dict[str, dict[str, torch.Tensor]] = {}
         for key_name, value in state.items():
             key, _, name = key_name.partition("/")
             parameter = self._parameters.get(name)
-            if parameter is None or key not in ("exp_avg", "exp_avg_sq", "step"):
+            if parameter is None or key not in _MOMENTS:
                 raise MismatchError(f"optimizer state {key_name!r} belongs to no parameter of this stage")
-            if key != "step" and value.shape != parameter.shape:
+            expected = torch.Size() if key == "step" else parameter.shape
+            if value.shape != expected:
                 raise MismatchError(
-                    f"optimizer state {key_name!r} has shape {list(value.shape)}, expected {list(parameter.shape)}"
+                    f"optimizer state {key_name!r} has shape {list(value.shape)}, expected {list(expected)}"
                 )
-            device = (
-                torch.device("cpu") if key == "step" and parameter.device.type == "cpu" else parameter.device
-            )
-            self._adamw.state[parameter][key] = value.to(device=device, dtype=torch.float32, copy=True)
+            if not bool(torch.isfinite(value).all()):
+                raise MismatchError(f"optimizer state {key_name!r} holds values that are not finite")
+            # The fused optimizer counts steps beside its parameters.
+            found.setdefault(name, {})[key] = value.to(parameter.device, torch.float32, copy=True)
+        for name, moments in found.items():
+            missing = [key for key in _MOMENTS if key not in moments]
+            if missing:
+                raise MismatchError(f"optimizer state of {name!r} lacks {', '.join(missing)}")
+        for name, moments in found.items():
+            self._adamw.state[self._parameters[name]].update(moments)
