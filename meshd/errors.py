@@ -6,6 +6,9 @@ and keeps its traceback.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class MeshdError(Exception):
     """Base of every error with a message meant for people. Exit code 1."""
@@ -48,3 +51,21 @@ class MismatchError(MeshdError):
     """The other side is of another run or protocol version, or its state does not fit. Exit code 5."""
 
     exit_code = 5
+
+
+@contextmanager
+def ungrouped() -> Iterator[None]:
+    """Around a task group: when nothing but MeshdErrors went wrong in it, raises the first of them by itself, so that
+    callers catch it by its kind. A group with anything else in it, a bug, leaves as it is."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        ours, rest = group.split(MeshdError)
+        if ours is None or rest is not None:
+            raise
+        raise _first(ours) from None
+
+
+def _first(group: BaseExceptionGroup[MeshdError]) -> MeshdError:
+    first = group.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import IO
 
 from meshd.errors import DataError, ResourceError
-from meshd.pipeline.ledger import Balance, OriginLedger
+from meshd.pipeline.ledger import Balance, LedgerError, OriginLedger
 
 
 class Journal:
@@ -26,6 +26,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._torn = False
         self.ledger = _replay(path)
         for sequence in list(self.ledger.open_items):
             # Some stage may have added it: the origin that could have been told is gone.
@@ -54,10 +55,18 @@ class Journal:
         return item
 
     def _write(self, line: str) -> None:
+        if self._torn:
+            raise ResourceError(f"{self._path} broke off at an earlier error. Free space and start again")
+        data = line.encode()
+        # Until the whole line is there, the file may end in a part of it, and nothing may follow that.
+        self._torn = True
         try:
-            self._file.write(line.encode())
+            written = self._file.write(data)
         except OSError as error:
             raise ResourceError(f"cannot write {self._path}: {error}. Free space and start again") from error
+        if written != len(data):
+            raise ResourceError(f"cannot write {self._path}: the disk is full. Free space and start again")
+        self._torn = False
 
     def _compact(self) -> IO[bytes]:
         """Rewrite as sums, so that the file does not grow over restarts."""
@@ -85,30 +94,54 @@ class Journal:
 
 
 def _replay(path: Path) -> OriginLedger:
-    ledger = OriginLedger()
-    if not path.exists():
-        return ledger
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return OriginLedger()
+    except OSError as error:
+        raise ResourceError(f"cannot read {path}: {error}. Check permissions") from error
+    ledger: OriginLedger | None = None
+    # Its first line was written whole before the file got its name: without one it is no journal.
+    for number, line in enumerate(lines or [b""], 1):
         try:
-            kind, *fields = line.decode().split()
+            kind, *fields = line.decode().split() or [""]
             values = [int(field) for field in fields]
-            if kind == "B":
-                injected, committed, dropped, partial, tokens, next_sequence, next_item = values
-                start = Balance(injected, committed, dropped, partial, 0, tokens)
-                ledger = OriginLedger(start, next_sequence, next_item)
-            elif kind == "R":
-                ledger.returned.append(*values)
-            elif kind == "I":
-                ledger.inject(*values)
-            elif kind == "C":
-                ledger.commit(*values)
-            elif kind == "D":
-                sequence, partial = values
-                ledger.drop(sequence, bool(partial))
+            if min(values, default=0) < 0:
+                raise ValueError("a number below zero")
+            if ledger is None:
+                ledger = _sums(kind, values)
             else:
-                raise ValueError(f"unknown kind {kind!r}")
-        except (ValueError, TypeError) as error:
+                _apply(ledger, kind, values)
+        except (ValueError, TypeError, LedgerError) as error:
             raise DataError(
                 f"{path}, line {number}: {error}. Move the file away to start a new journal"
             ) from error
+    assert ledger is not None
     return ledger
+
+
+def _sums(kind: str, values: list[int]) -> OriginLedger:
+    """The ledger as the first line has it. Raises ValueError."""
+    if kind != "B":
+        raise ValueError(f"kind {kind[:20]!r} where the sums `B` come first")
+    injected, committed, dropped, partial, tokens, next_sequence, next_item = values
+    start = Balance(injected, committed, dropped, partial, 0, tokens)
+    if not start.holds:
+        raise ValueError(f"{injected} injected, but {committed} committed and {dropped} dropped")
+    return OriginLedger(start, next_sequence, next_item)
+
+
+def _apply(ledger: OriginLedger, kind: str, values: list[int]) -> None:
+    """Repeat one change. Raises ValueError, TypeError or LedgerError."""
+    match kind:
+        case "R":
+            ledger.returned.append(*values)
+        case "I":
+            ledger.inject(*values)
+        case "C":
+            ledger.commit(*values)
+        case "D":
+            sequence, partial = values
+            ledger.drop(sequence, bool(partial))
+        case _:
+            raise ValueError(f"unknown kind {kind[:20]!r}")

@@ -16,6 +16,8 @@ from concurrent.futures import Executor, Future
 from types import TracebackType
 from typing import Any, TypeVar
 
+from meshd.errors import NetworkError
+
 T = TypeVar("T")
 
 # Lower runs first.
@@ -31,6 +33,7 @@ class DeviceWorker:
         self._queue: queue.PriorityQueue[_Job] = queue.PriorityQueue()
         self._order = itertools.count()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._stopped = False
         self.busy_s = 0.0
 
     async def __aenter__(self) -> DeviceWorker:
@@ -40,6 +43,7 @@ class DeviceWorker:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
+        self._stopped = True
         # Behind everything: what was asked for is finished first, unless its caller was cancelled.
         self._queue.put((BACKGROUND + 1, next(self._order), None, None))
         await asyncio.to_thread(self._thread.join)
@@ -57,7 +61,9 @@ class DeviceWorker:
         return await asyncio.get_running_loop().run_in_executor(_Lane(self, priority), call)
 
     def submit(self, call: Callable[[], T], priority: int) -> Future[T]:
-        """Queue a call; for `run`."""
+        """Queue a call; for `run`. Raises NetworkError once the block has ended: a peer's request may come late."""
+        if self._stopped:
+            raise NetworkError("this peer has stopped computing")
         future: Future[T] = Future()
         self._queue.put((priority, next(self._order), call, future))
         return future
@@ -67,19 +73,25 @@ class DeviceWorker:
             _, _, call, future = self._queue.get()
             if call is None or future is None:
                 return
-            if not future.set_running_or_notify_cancel():
-                continue
             began = time.perf_counter()
-            try:
-                result = call()
-            except BaseException as error:  # the caller's to handle, in its own task
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+            _do(call, future)
             # A job's references (tensors) must not live until the next job comes.
             del call, future
-            result = None
             self.busy_s += time.perf_counter() - began
+
+
+def _do(call: Callable[[], Any], future: Future[Any]) -> None:
+    """Run one job, unless its caller was cancelled while it waited."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = call()
+    except BaseException as error:  # the caller's to handle, in its own task
+        future.set_exception(error)
+        # The error's traceback holds this frame: without its locals it makes no cycle that keeps tensors alive.
+        del call, future
+    else:
+        future.set_result(result)
 
 
 class _Lane(Executor):
