@@ -96,30 +96,37 @@ class StageModel(nn.Module):
         """The parameters that training moves: without frozen embeddings and their copies."""
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
-    def load(self, source: Path | Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:
+    def load(
+        self, source: Path | Mapping[str, Tensor], device: torch.device | str = "cpu", *, share: bool = False
+    ) -> None:
         """Give every parameter its value from a safetensors file, a model directory or a mapping.
 
         Values are copied and cast to the stage's dtype, one tensor at a time; nothing is shared with the source.
+        share: tensors of a mapping that have dtype and device already are used as they are, for a model that is only
+        read (memory-mapped weights then cost no memory of their own).
         Names that belong to other stages are left unread. Parameters become new objects: load before making an
         optimizer. Raises MismatchError, before anything has changed, when a tensor is missing or has another shape;
         DataError when a file cannot be read.
         """
         if isinstance(source, Path):
             with TensorFiles(source, self.family.old_names) as files:
-                self._load(files, {name: files.shape(name) for name in files}, device)
+                self._load(files, {name: files.shape(name) for name in files}, device, share=False)
         else:
             found = {name: source[name].shape for name in self.parameter_names() if name in source}
-            self._load(source, found, device)
+            self._load(source, found, device, share)
 
     def _load(
-        self, source: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], device: torch.device | str
+        self,
+        source: Mapping[str, Tensor],
+        shapes: Mapping[str, torch.Size],
+        device: torch.device | str,
+        share: bool,
     ) -> None:
         check_shapes(
             {name: parameter.shape for name, parameter in self.named().items()}, shapes, f"stage {self.stage}"
         )
         for name, old in self.named().items():
-            value = torch.empty(old.shape, dtype=self.dtype, device=device)
-            value.copy_(source[name])
+            value = source[name].detach().to(device=device, dtype=self.dtype, copy=not share)
             owner, _, leaf = name.rpartition(".")
             setattr(self.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=old.requires_grad))
         if self._rotary is not None:

@@ -10,6 +10,7 @@ import asyncio
 import re
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
@@ -110,7 +111,8 @@ async def watch_loop_lag(
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes. rss: resident; private: what would be freed if the process ended (USS); children: resident, of all."""
+    """Bytes. rss: resident; private: its own, not backed by a file that the system can drop; children: resident, of
+    all."""
 
     rss_bytes: int
     private_bytes: int
@@ -120,7 +122,7 @@ class MemoryUse:
 def memory_use(process: psutil.Process | None = None) -> MemoryUse:
     """Memory of `process` (this one when None). Reads /proc for some milliseconds: not on the event loop."""
     process = process or psutil.Process()
-    full = process.memory_full_info()
+    rss = process.memory_info().rss
     children = 0
     for child in process.children(recursive=True):
         try:
@@ -128,7 +130,21 @@ def memory_use(process: psutil.Process | None = None) -> MemoryUse:
         except psutil.NoSuchProcess:
             # It ended between the two calls: it uses nothing.
             continue
-    return MemoryUse(rss_bytes=full.rss, private_bytes=full.uss, children_rss_bytes=children)
+    return MemoryUse(rss_bytes=rss, private_bytes=private_bytes(process), children_rss_bytes=children)
+
+
+def private_bytes(process: psutil.Process) -> int:
+    """Anonymous memory of a process, bytes. Memory-mapped weights are not counted: they can be read again.
+
+    Elsewhere than on Linux: the unique set size, which counts them.
+    """
+    try:
+        for line in Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Anonymous:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return int(process.memory_full_info().uss)
 
 
 async def watch_memory(metrics: Metrics, clock: Clock, interval_s: float = 10.0) -> None:

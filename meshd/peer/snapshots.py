@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshd.errors import DataError, NetworkError, ResourceError
+from meshd.errors import DataError, MeshdError, NetworkError, ResourceError
 from meshd.model.families import load_config
 from meshd.model.stage import StageModel
 from meshd.observe.log import event
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 _PART_PATIENCE_S = 30.0
 _POLL_S = 0.5
 _KEEP_FROZEN_S = 20.0
+# Between tries to keep the final snapshot on a disk that is full: someone has to free it.
+_RETRY_S = 5.0
 
 
 def next_watermark(done: int, every: int, stop: int) -> int:
@@ -53,7 +55,7 @@ def model_of(
     resolved = stage.runtime.run.resolved
     config = load_config(store.path("run/tokenizer", "config.json").parent)
     model = StageModel(config, resolved.cut, resolved.tied, number, stage.runtime.model.dtype)
-    model.load(ChainMap(dict(weights), base_of(store, number)), stage.runtime.device)
+    model.load(ChainMap(dict(weights), base_of(store, number)), stage.runtime.device, share=True)
     return model.eval()
 
 
@@ -77,6 +79,8 @@ class Snapshots:
         self._loading = asyncio.Lock()
         self._done = max((w for w in self.watermarks() if w > 0), default=0)
         self.finished = asyncio.Event()
+        self.problem = ""
+        """Why the last snapshot could not be kept; empty when it could."""
 
     def watermarks(self) -> list[int]:
         """Watermarks of the averaged snapshots on this disk, ascending."""
@@ -86,11 +90,13 @@ class Snapshots:
     async def run(self) -> None:
         """Watch the token counter until the run's end."""
         every, stop = self._spec.snapshot.every_tokens, self._spec.stop_tokens
+        if self._done >= stop:  # restarted after the end
+            await self._finish(stop)
         while not self.finished.is_set():
             await self._stage.clock.sleep(_POLL_S)
             total = self._stage.counter.total
             self._let_go()
-            if total < next_watermark(self._done, every, stop) and self._done < stop:
+            if total < next_watermark(self._done, every, stop):
                 continue
             # Several may have passed while this peer was busy: only the last one is worth a snapshot.
             watermark = stop if total >= stop else total // every * every
@@ -113,9 +119,14 @@ class Snapshots:
                 await self._average(watermark)
             await asyncio.to_thread(self._store.prune, f"part/{self._number}", 2)
             await asyncio.to_thread(self._store.prune, f"snapshot/{self._number}", self._spec.snapshot.keep)
+            self.problem = ""
         except (ResourceError, DataError) as error:
-            self._stage.metrics.count("snapshots_failed")
-            event(log, "snapshot_failed", level=logging.ERROR, tokens=watermark, reason=str(error))
+            self._failed(watermark, error)
+
+    def _failed(self, watermark: int, error: MeshdError) -> None:
+        self.problem = f"no snapshot at {watermark} tokens: {error}"
+        self._stage.metrics.count("snapshots_failed")
+        event(log, "snapshot_failed", level=logging.ERROR, tokens=watermark, reason=str(error))
 
     async def save_live(self) -> None:
         """Parameters and optimizer as they are now, as bundle `live/STAGE`: for newcomers, and for a restart."""
@@ -175,17 +186,24 @@ class Snapshots:
         """Get the final average, from whoever made it, and take it over: the replicas now agree exactly."""
         name = f"snapshot/{self._number}/{stop}"
         while name not in await asyncio.to_thread(self._store.names):
-            if self._directory.leads():
-                # The leader of a moment ago may have gone before it was done.
-                await self._average(stop)
-                continue
             try:
-                await self._fetch(name, self._directory.donors(self._number))
+                if self._directory.leads():
+                    # The leader of a moment ago may have gone before it was done, or its disk is full.
+                    await self._take(stop)
+                else:
+                    await self._fetch(name, self._directory.donors(self._number))
             except NetworkError as error:
                 event(log, "waiting_for_snapshot", level=logging.WARNING, tokens=stop, reason=str(error))
+            except ResourceError as error:
+                self._failed(stop, error)
+            if self.problem:
+                await self._stage.clock.sleep(_RETRY_S)
         final = await asyncio.to_thread(read_params, self._store, name)
         await self._stage.worker.run(lambda: self._stage.runtime.adopt(final), BACKGROUND)
-        await self.save_live()
+        try:
+            await self.save_live()
+        except ResourceError as error:
+            self._failed(stop, error)
         self.finished.set()
 
     async def _fetch(self, name: str, donors: list[str]) -> None:

@@ -45,6 +45,8 @@ def server_options() -> Options:
         *_COMMON,
         # Clients ping every 2 s; by default a server answers more than one in 5 minutes with GOAWAY.
         ("grpc.http2.min_recv_ping_interval_without_data_ms", PING_MS // 2),
+        # On a busy machine pings bunch up; the server would call that abuse ("Too many pings") and drop every stream.
+        ("grpc.http2.max_ping_strikes", 0),
         # Else a second daemon could bind the same port and share its connections.
         ("grpc.so_reuseport", 0),
     ]
