@@ -121,7 +121,7 @@ class GossipSpec(Table):
 
 
 class AnchorSpec(Table):
-    """Bounds of the anchor circuit, carried by the run so that all peers hold the same."""
+    """Bounds of the anchor circuit. Nothing reads them yet: the anchor circuit is not built."""
 
     refresh_steps: int = Field(20, ge=1, description="inner steps between priors that an anchor publishes")
     max_staleness_steps: int = Field(30, ge=1, description="a corrector prior older than this is dropped")
