@@ -119,11 +119,12 @@ class Injector:
                     tokens=stage.counter.total, loss=passed.loss, time=stage.clock.time(), label_tokens=tokens
                 )
             )
-            stage.metrics.rate("tokens_per_s", tokens)
         finally:
             self._in_flight -= 1
             self._in_flight_tokens -= tokens
             self._room.set()
+            for name, count in vars(self._journal.ledger.balance()).items():
+                stage.metrics.gauge(f"ledger_{name}", count)
 
     async def evaluate(self, batches: Sequence[Microbatch], watermark: int) -> pb.LossPoint:
         """Held-out loss of the frozen snapshot of `watermark`, through the pipeline. Raises Dropped."""
