@@ -10,17 +10,21 @@ import torch
 
 from meshd.config.runspec import ResolvedRun
 from meshd.data.microbatch import Microbatch
-from meshd.errors import MeshdError
+from meshd.errors import MeshdError, MismatchError
 from meshd.model.loss import token_loss
 from meshd.model.stage import StageModel, check_shapes
 from meshd.optim.inner import InnerOptimizer, StepReport
 from meshd.optim.schedule import StepGate, learning_rate
+from meshd.pipeline import heap
 from meshd.proto import meshd_pb2 as pb
 from meshd.wire import CodecContext, Frame, codec_named, decode
 from meshd.wire.codec import Direction
 
 # Evaluation crosses boundaries without loss, so that it is the loss of the exported model.
 EVALUATION_CODEC = "dense32"
+
+# Changes whenever a step, an exchange or a snapshot has changed the weights.
+Mark = tuple[int, int]
 
 
 class StaleMicrobatch(MeshdError):
@@ -36,15 +40,15 @@ class Work:
     """What a stage keeps of a microbatch between forward and backward: its encoded input, not its activations.
 
     wire: the batch as it crosses, sent on as it came. frame: None at the hop that embeds. version: weight version of
-    the forward pass. graph: input and output with their autograd graph, only when the run spec switches
-    recomputation off.
+    the forward pass. graph: input and output with their autograd graph, and the mark of the weights it is of; only
+    when the run spec switches recomputation off.
     """
 
     batch: Microbatch
     wire: pb.Batch
     frame: Frame | None
     version: int = 0
-    graph: tuple[torch.Tensor, torch.Tensor] | None = field(default=None, repr=False)
+    graph: tuple[torch.Tensor, torch.Tensor, Mark] | None = field(default=None, repr=False)
 
     @property
     def seed(self) -> int:
@@ -77,18 +81,23 @@ class StageRuntime:
         self.version = 0
         self._gate = StepGate(run.spec.batch_tokens)
         # With a ring, stage 0 sees a microbatch's gradient twice; its tokens count once, when they come back last.
-        self._counting_hop = min(hop.index for hop in model.hops)
+        self.counting_hop = min(hop.index for hop in model.hops)
         self._hops = {hop.index: hop for hop in model.hops}
         model.train()
 
     def forward(self, hop: int, work: Work) -> Frame:
-        """Output of a hop that is not the head, encoded for the next one."""
+        """Output of a hop that is not the head, encoded for the next one.
+
+        Raises NonFinite when the output is not (the next hop could only call it corrupt, and have it sent again).
+        """
         work.version = self.version
         keep = not self.run.spec.pipeline.recompute
         with torch.set_grad_enabled(keep):
             x, out = self._compute(hop, work, keep)
+        if not bool(torch.isfinite(out).all()):
+            raise NonFinite(f"the output of hop {hop} is not finite")
         if keep:
-            work.graph = (x, out)
+            work.graph = (x, out, self._mark())
         return self._encode(out, work, hop, "forward")
 
     def head(self, hop: int, work: Work, pace: Pace) -> tuple[float, Returned]:
@@ -115,14 +124,19 @@ class StageRuntime:
             raise StaleMicrobatch(f"{lag} steps old, max_lag is {self.run.spec.optim.max_lag}")
         context = self._context(work, hop, "backward")
         incoming = decode(gradient, context, self.device)
-        if work.graph is not None:
-            x, out = work.graph
-            work.graph = None
+        graph, work.graph = work.graph, None
+        if graph is not None and graph[2] == self._mark():
+            x, out, _ = graph
         else:
+            # A kept graph refers to the weights in place: once they have changed it is no function's gradient.
             x, out = self._compute(hop, work, True)
         # Frames carry the gradient of the mean loss; the accumulator holds sums over label tokens.
         torch.autograd.backward(out, incoming.to(out.dtype) * work.batch.label_tokens)
         return self._added(hop, work, x, pace)
+
+    def _mark(self) -> Mark:
+        # torch counts changes in place, but not those of the fused optimizer.
+        return self.version, sum(p._version for p in self.model.parameters())
 
     def _added(self, hop: int, work: Work, x: torch.Tensor, pace: Pace) -> Returned:
         frame = None
@@ -135,7 +149,7 @@ class StageRuntime:
                 raise NonFinite(f"the gradient is not finite; {lost} accumulated tokens thrown away with it")
             frame = self._encode(outgoing, work, hop - 1, "backward")
         step = None
-        if hop == self._counting_hop:
+        if hop == self.counting_hop:
             tokens = work.batch.label_tokens
             self.optimizer.added(tokens)
             if self._gate.add(tokens, pace.live_replicas):
@@ -147,14 +161,22 @@ class StageRuntime:
         lr = learning_rate(spec.optim, global_tokens // spec.batch_tokens, spec.total_steps)
         report = self.optimizer.step(lr)
         self.version += not report.skipped
+        if self.device.type == "cpu":
+            heap.give_back()
         return report
 
     @torch.no_grad()
     def adopt(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Take over parameters by whole-model names; the optimizer's moments stay. Raises MismatchError (C07)."""
+        """Take over parameters by whole-model names; the optimizer's moments stay.
+
+        Raises MismatchError for another shape or a value that is not finite, before anything is changed (C07, C27).
+        """
         parameters = self.model.trainable()
         found = {name: tensor.shape for name, tensor in weights.items()}
         check_shapes({name: p.shape for name, p in parameters.items()}, found, f"stage {self.model.stage}")
+        for name in parameters:
+            if not bool(torch.isfinite(weights[name]).all()):
+                raise MismatchError(f"the weights of {name} hold values that are not finite")
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
 
@@ -163,6 +185,13 @@ class StageRuntime:
         """Output of one hop of an evaluation with a frozen `model`, encoded for the next hop."""
         out = model(hop, self._input(hop, work), self._starts(work))
         return codec_named(EVALUATION_CODEC).encode(out, self._context(work, hop, "forward"))
+
+    @torch.no_grad()
+    def score(self, hop: int, work: Work, model: StageModel) -> tuple[float, int]:
+        """The hop with the head of an evaluation: (summed loss in nats, label tokens)."""
+        out = model(hop, self._input(hop, work), self._starts(work))
+        labels, mask = work.batch.labels.to(self.device), work.batch.label_mask.to(self.device)
+        return token_loss(out, labels, mask).item(), work.batch.label_tokens
 
     def _compute(self, hop: int, work: Work, gradient: bool) -> tuple[torch.Tensor, torch.Tensor]:
         x = self._input(hop, work)
@@ -175,16 +204,10 @@ class StageRuntime:
     def _input(self, hop: int, work: Work) -> torch.Tensor:
         if work.frame is None:
             return work.batch.inputs.to(self.device)
-        return decode(work.frame, self._context(work, hop - 1, "forward"), self.device)
+        hidden = decode(work.frame, self._context(work, hop - 1, "forward"), self.device)
+        return hidden.to(self.model.dtype)  # the header's dtype is the sender's
 
     def _starts(self, work: Work) -> torch.Tensor | None:
-    @torch.no_grad()
-    def score(self, hop: int, work: Work, model: StageModel) -> tuple[float, int]:
-        """The hop with the head of an evaluation: (summed loss in nats, label tokens)."""
-        out = model(hop, self._input(hop, work), self._starts(work))
-        labels, mask = work.batch.labels.to(self.device), work.batch.label_mask.to(self.device)
-        return token_loss(out, labels, mask).item(), work.batch.label_tokens
-
         starts = work.batch.document_starts
         return None if starts is None else starts.to(self.device)
 

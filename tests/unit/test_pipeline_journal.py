@@ -15,7 +15,7 @@ from meshd.errors import DataError, ResourceError
 from meshd.pipeline.journal import Journal
 from meshd.pipeline.ledger import Balance, LedgerError, OriginLedger, SeenAttempts
 
-# ---- ledger -----------------------------------------------------------------------------------------------------------
+# ---- ledger ------------------------------------------------------------------------------------------------
 
 
 def test_every_microbatch_is_accounted_for_once() -> None:
@@ -51,7 +51,7 @@ def test_an_attempt_is_taken_once_until_it_is_forgotten_and_memory_is_bounded() 
     assert not seen.first_time(("b", 1, 0, 1))
 
 
-# ---- journal ----------------------------------------------------------------------------------------------------------
+# ---- journal -----------------------------------------------------------------------------------------------
 
 # What an origin does: draw data (given back items first), or end the oldest or newest of what is in flight.
 actions = st.lists(
@@ -218,7 +218,7 @@ def test_nothing_is_written_after_half_a_line(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_said_so(tmp_path: Path) -> None:
-    with pytest.raises(ResourceError, match="cannot write .*journal"):
+    with pytest.raises(ResourceError, match=r"cannot write .*journal"):
         Journal(tmp_path / "missing" / "journal")
     with pytest.raises(ResourceError, match="cannot read"):
         Journal(tmp_path)

@@ -1,0 +1,104 @@
+"""A tiny model cut into runtimes, and microbatches through them, without a network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from model_helpers import load_stages, tiny_config, whole_model
+
+from meshd.config.load import validate
+from meshd.config.runspec import Resolved, ResolvedRun, RunSpec
+from meshd.data.microbatch import Microbatch
+from meshd.model.cut import Tied
+from meshd.pipeline.runtime import Pace, Returned, StageRuntime, Work
+
+ROWS, TOKENS, VOCABULARY = 2, 12, 97
+CPU = torch.device("cpu")
+PACE = Pace(global_tokens=0, live_replicas=1)
+
+
+def make_run(cut: list[int], tied: Tied = "none", **tables: Any) -> ResolvedRun:
+    """A run of the models in model_helpers. Tables are merged over the defaults here: exact codecs, and a batch so
+    large that no step happens."""
+    values: dict[str, Any] = {
+        "name": "test",
+        "model": {"source": "none", "stages": len(cut) + 1, "cut": cut},
+        "data": {"sources": ["none"], "seq_len": TOKENS, "microbatch": ROWS},
+        "wire": {"forward": "dense32", "backward": "dense32"},
+        "optim": {"lr": 1e-2, "warmup_steps": 0, "schedule": "constant", "inner_batch": 10**6},
+        "stop": {"steps": 10},
+    }
+    for name, table in tables.items():
+        values[name] = {**values.get(name, {}), **table}
+    resolved = Resolved(
+        layers=4,
+        hidden=32,
+        vocabulary=VOCABULARY,
+        cut=cut,
+        tied=tied,
+        base_sha256=["0"] * (len(cut) + 1),
+        tokenizer_sha256="0",
+        data_sha256="0",
+    )
+    return ResolvedRun(spec=validate(RunSpec, values, "test"), resolved=resolved, operator="operator")
+
+
+def make_runtimes(run: ResolvedRun, family: str = "gpt2-untied", dropout: float = 0.0) -> list[StageRuntime]:
+    """One runtime per stage, always of the same weights."""
+    model = whole_model(tiny_config(family, dropout))
+    resolved = run.resolved
+    return [StageRuntime(run, stage, CPU) for stage in load_stages(model, resolved.cut, resolved.tied)]
+
+
+def make_batch(seed: int, labels: float = 1.0, documents: bool = False) -> Microbatch:
+    """labels: share of labels that count."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(4, VOCABULARY, (ROWS, TOKENS + 1), generator=generator)
+    mask = torch.rand((ROWS, TOKENS), generator=generator) < labels
+    mask[0, 0] = True
+    starts = torch.zeros((ROWS, TOKENS), dtype=torch.bool)
+    starts[:, 0] = starts[0, 5] = starts[1, 3] = starts[1, 9] = True
+    return Microbatch(tokens, mask, starts if documents else None)
+
+
+def works(batch: Microbatch, hops: int, seed: int = 5) -> list[Work]:
+    """What each hop holds of one microbatch; frames come on the way."""
+    return [Work(batch, batch.to_proto(VOCABULARY, seed), None) for _ in range(hops)]
+
+
+def there(by_hop: list[StageRuntime], work: list[Work]) -> None:
+    """Forward to the head's door."""
+    for hop, runtime in enumerate(by_hop[:-1]):
+        work[hop + 1].frame = runtime.forward(hop, work[hop])
+
+
+def back(by_hop: list[StageRuntime], work: list[Work], pace: Pace = PACE) -> tuple[float, list[Returned]]:
+    """The head and the way back. Returns the loss and each hop's result, last hop first."""
+    last = len(by_hop) - 1
+    loss, returned = by_hop[last].head(last, work[last], pace)
+    results = [returned]
+    for hop in range(last - 1, -1, -1):
+        gradient = results[-1].gradient
+        assert gradient is not None
+        results.append(by_hop[hop].backward(hop, work[hop], gradient, pace))
+    return loss, results
+
+
+def train(
+    by_hop: list[StageRuntime], batch: Microbatch, seed: int = 5, pace: Pace = PACE
+) -> tuple[float, list[Returned]]:
+    """One microbatch, there and back."""
+    work = works(batch, len(by_hop), seed)
+    there(by_hop, work)
+    return back(by_hop, work, pace)
+
+
+def gradients(runtimes: list[StageRuntime]) -> dict[str, torch.Tensor]:
+    """Accumulated gradients (sums over label tokens) of all stages by name."""
+    return {
+        name: parameter.grad.clone()
+        for runtime in runtimes
+        for name, parameter in runtime.model.trainable().items()
+        if parameter.grad is not None
+    }
