@@ -10,7 +10,7 @@ import asyncio
 import logging
 import shutil
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +69,8 @@ class _Frozen:
 class Snapshots:
     """Takes snapshots when watermarks are passed, and lends the frozen models to evaluation.
 
-    `finished` is set once the final snapshot is here and this peer's parameters are those of it.
+    `finished` is set once the final snapshot is here and this peer's parameters are those of it. `readers`: how many
+    others are fetching bundles from this peer.
     """
 
     def __init__(self, stage: Stage, number: int, store: BundleStore, directory: Directory) -> None:
@@ -79,6 +80,7 @@ class Snapshots:
         self._loading = asyncio.Lock()
         self._done = max((w for w in self.watermarks() if w > 0), default=0)
         self.finished = asyncio.Event()
+        self.readers: Callable[[], int] = lambda: 0
         self.problem = ""
         """Why the last snapshot could not be kept; empty when it could."""
 
@@ -92,6 +94,8 @@ class Snapshots:
         every, stop = self._spec.snapshot.every_tokens, self._spec.stop_tokens
         if self._done >= stop:  # restarted after the end
             await self._finish(stop)
+        # Watermarks that others have passed before this peer came are theirs: it was elsewhere then.
+        self._done = max(self._done, min(self._stage.counter.total, stop - 1) // every * every)
         while not self.finished.is_set():
             await self._stage.clock.sleep(_POLL_S)
             total = self._stage.counter.total
@@ -114,7 +118,9 @@ class Snapshots:
             await self._stage.worker.run(
                 lambda: write_stage(store, part, model.trainable(), None, facts), BACKGROUND
             )
-            await self.save_live()
+            if not self.readers():
+                # A newcomer that is reading the last one would have to begin anew at every snapshot.
+                await self.save_live()
             if self._directory.leads():
                 await self._average(watermark)
             await asyncio.to_thread(self._store.prune, f"part/{self._number}", 2)

@@ -103,6 +103,9 @@ class StagePeer:
         """Claim, sync, work. Raises MeshdError for what the user must know."""
         status, me = self._status, self._directory.me
         status.doing = lambda: self._doing
+        if any(seed.state == pb.PEER_STATE_FINISHED for seed in await self._seeds()):
+            event(log, "run_over", hint="this run has ended; `meshd export DIR LINK` brings its result")
+            return
         wanted = self._config.stage
         if wanted is None:
             wanted = await asyncio.to_thread(self._held_before)
@@ -123,6 +126,10 @@ class StagePeer:
         """The stage's model and optimizer, once it is loaded."""
         assert self._runtime is not None
         return self._runtime
+
+    async def _seeds(self) -> list[pb.Record]:
+        await self._directory.refresh()
+        return self._directory.seeds()
 
     def _held_before(self) -> int | None:
         """The stage whose state this peer has from its last time in this run: going on with it costs no download."""
@@ -212,6 +219,7 @@ class StagePeer:
             self._rng,
         )
         snapshots = Snapshots(stage, number, store, directory)
+        self._status.last_error = lambda: snapshots.problem
         pipeline = Pipeline(stage)
         base = await asyncio.to_thread(base_of, store, number)
         gossip = Gossip(stage, FlatParameters(runtime.model.trainable(), base), number)
@@ -224,13 +232,14 @@ class StagePeer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 live = LiveBundles(lambda bundle: snapshots.save_live(), tasks, self._clock)
-                handlers.donor = Donor(
+                handlers.donor = donor = Donor(
                     store,
                     self._run.run_id,
                     clock=self._clock,
                     live=live,
                     others=lambda bundle: directory.donors(number),
                 )
+                snapshots.readers = lambda: donor.busy
                 services = [
                     tasks.create_task(pipeline.run()),
                     tasks.create_task(gossip.run()),

@@ -25,6 +25,6 @@ _trim = _malloc_trim()
 
 
 def give_back() -> None:
-    """Return freed pages to the system, where the C library can. Costs milliseconds: once an inner step, not oftener."""
+    """Return freed pages to the system, where the C library can. Costs milliseconds: once an inner step is enough."""
     if _trim is not None:
         _trim(0)

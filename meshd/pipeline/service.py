@@ -104,7 +104,7 @@ class Pipeline:
                     told = self.stage.counter.total
                     counts = self.stage.counter.to_proto()
                     for link in list(self._links.values()):
-                        await link.progress(counts)
+                        link.progress(counts)
 
     def wake(self) -> None:
         """Routes may have changed: let those who wait look again."""
@@ -144,7 +144,7 @@ class Pipeline:
             loss, pace = passed.loss, self._pace()
             way_back = run(lambda: runtime.backward(hop, work, gradient, pace), worker.BACKWARD)
             returned = await self._computed(way_back, partial=True)
-        self._returned(returned)
+        self._returned(hop, work, returned)
         return Passed(loss, returned.gradient)
 
     async def evaluate(self, hop: int, id: pb.MicrobatchId, work: Work, watermark: int) -> Evaluated:
@@ -170,9 +170,13 @@ class Pipeline:
     def _pace(self) -> Pace:
         return Pace(self.stage.counter.total, self.stage.around.live_replicas())
 
-    def _returned(self, returned: Returned) -> None:
+    def _returned(self, hop: int, work: Work, returned: Returned) -> None:
         metrics = self.stage.metrics
-        metrics.count("microbatches_added")
+        if hop == self.stage.runtime.counting_hop:
+            metrics.count("microbatches_added")
+            metrics.rate("tokens_per_s", work.batch.label_tokens)
+        if returned.gradient is not None:
+            metrics.count("gradient_sent_bytes", len(returned.gradient.payload))
         if returned.step is not None:
             metrics.count("steps_skipped_nonfinite" if returned.step.skipped else "steps")
             metrics.gauge("gradient_norm", returned.step.norm)
@@ -211,7 +215,6 @@ class Pipeline:
         forward: what made `frame`, to make it again. evaluate: 0 to train, else a snapshot's watermark + 1.
         """
         trip = _Trip(hop, id.origin, id.sequence, id.attempt, work, evaluate, Cargo(frame))
-        trip.deadline = self.stage.clock.monotonic() + NO_ROUTE_S
         while True:
             replica = self._choose(trip)
             if replica is None:
@@ -230,8 +233,10 @@ class Pipeline:
                 event(log, "resend", level=logging.DEBUG, peer=replica.name, hop=hop, reason=str(error))
                 # How far it came there is unknown: stages behind it may have added it.
                 self._again(trip, partial=True)
+                # A new trouble, however long the peer had worked on it.
+                trip.troubled_since = self.stage.clock.monotonic()
             except Dropped as dropped:
-                final = not dropped.retriable or self.stage.clock.monotonic() > trip.deadline
+                final = not dropped.retriable or self._given_up(trip)
                 self._again(trip, dropped.partial)
                 if final:
                     raise Dropped(dropped.reason, dropped.text, trip.partial) from dropped
@@ -241,10 +246,13 @@ class Pipeline:
         """One offer to one replica, with the router's books kept."""
         began = self.stage.clock.monotonic()
         self._router.sent(replica.peer_id)
+        assert trip.cargo.frame is not None
+        size = len(trip.cargo.frame.payload)
         elapsed: float | None = None
         try:
             result = await self._link(replica, trip.hop).carry(self._offer(trip), trip.cargo)
             elapsed = self.stage.clock.monotonic() - began
+            self.stage.metrics.count("evaluation_sent_bytes" if trip.evaluate else "activation_sent_bytes", size)
             return result
         finally:
             if elapsed is None:
@@ -258,6 +266,13 @@ class Pipeline:
         trip.partial |= partial
         trip.attempt = self.stage.rng.getrandbits(32)
 
+    def _given_up(self, trip: _Trip) -> bool:
+        """Whether it has gone nowhere for too long. The time counts from the first call."""
+        now = self.stage.clock.monotonic()
+        if trip.troubled_since is None:
+            trip.troubled_since = now
+        return now - trip.troubled_since > NO_ROUTE_S
+
     def _choose(self, trip: _Trip) -> Replica | None:
         stage = self.stage.hops[trip.hop].stage
         replicas = {r.peer_id: r for r in self.stage.around.replicas(stage)}
@@ -270,7 +285,7 @@ class Pipeline:
 
     async def _wait_for_route(self, trip: _Trip) -> None:
         stage = self.stage.hops[trip.hop].stage
-        if self.stage.clock.monotonic() > trip.deadline:
+        if self._given_up(trip):
             why = "; ".join(f"{peer[-8:]}: {reason}" for peer, reason in trip.refused.items()) or "none known"
             raise Dropped(
                 pb.Drop.REASON_NO_ROUTE, f"no replica of stage {stage} took it ({why})", trip.partial
@@ -344,7 +359,7 @@ class _Trip:
     evaluate: int
     cargo: Cargo
     partial: bool = False
-    deadline: float = 0.0
+    troubled_since: float | None = None
     refused: dict[str, str] = field(default_factory=dict)
     first_attempt: int = field(init=False)
 
