@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from meshd.errors import MeshdError, MismatchError
+from meshd.errors import MeshdError, MismatchError, ungrouped
 from meshd.gossip.values import VALUE_BYTES, FlatParameters
 from meshd.pipeline.worker import GOSSIP, DeviceWorker
 from meshd.proto import meshd_pb2 as pb
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class ExchangeRefused(MeshdError):
-    """The partner does not take part now."""
+    """The partner is busy: it may take part later."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,13 @@ class Exchange:
 
     async def _segment(self, segment: int, start: int, count: int) -> float:
         mine = await self._worker.run(lambda: self._flat.read(start, count), GOSSIP)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._send(segment, start, mine))
-            receiving = tasks.create_task(self._receive(start, count))
+        with ungrouped():
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._send(segment, start, mine))
+                receiving = tasks.create_task(self._receive(start, count))
         theirs, checksum = receiving.result()
-        await self._duplex.send(pb.GossipMessage(done=pb.GossipDone(segment=segment, checksum=checksum)))
+        confirmed = pb.GossipMessage(done=pb.GossipDone(segment=segment, checksum=checksum))
+        await self._within(self._duplex.send(confirmed), "take")
         done = await self.next("done")
         if done.done.segment != segment or done.done.checksum != zlib.crc32(_bytes(mine)):
             raise MismatchError(f"the partner confirmed something else than segment {segment} as it was sent")
@@ -112,12 +114,17 @@ class Exchange:
         return theirs, zlib.crc32(buffer)
 
     async def next(self, kind: str) -> pb.GossipMessage:
-        """The partner's next message, which must be of this kind."""
+        """The partner's next message, which must be of this kind.
+
+        Raises ExchangeRefused when the partner is busy, MismatchError when it never will or sent something else,
+        LinkLost when it has gone.
+        """
         message = await self._within(anext(self._messages, None), "send")
         if message is None:
             raise LinkLost(f"{self._duplex.remote} ended the exchange half way")
         if message.WhichOneof("body") == "refusal":
-            raise ExchangeRefused(message.refusal.reason[:200])
+            reason = message.refusal.reason[:200]
+            raise ExchangeRefused(reason) if message.refusal.busy else MismatchError(reason)
         if message.WhichOneof("body") != kind:
             raise MismatchError(f"{message.WhichOneof('body')} where {kind} comes next")
         return message

@@ -75,7 +75,7 @@ class Gossip:
         except ExchangeRefused:
             self._stage.metrics.count("gossip_busy")
             return False
-        except (LinkLost, MismatchError) as error:
+        except MeshdError as error:  # whatever the partner refuses with
             failed.add(partner.peer_id)
             self._failed(partner.name, error)
             return False

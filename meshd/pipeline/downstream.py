@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from meshd.errors import MeshdError, MismatchError
+from meshd.errors import MeshdError, MismatchError, ungrouped
 from meshd.pipeline.dropped import Busy, Dropped, Refused
 from meshd.proto import meshd_pb2 as pb
 from meshd.transport.base import Duplex, LinkLost, Transport
@@ -15,9 +17,17 @@ from meshd.transport.sender import Priority, PrioritySender
 from meshd.wire import Frame, check_header
 
 Key = tuple[str, int, int]
+T = TypeVar("T")
 
 # Answers come at once; a replica that is silent for so long is as good as gone, whatever its sockets say.
 _ANSWER_S = 15.0
+# Results take as long as everything behind the replica does. One that is out for so long will not come: a peer behind
+# it forgot it, and it must not keep its place in flight for ever (C14).
+_RESULT_S = 900.0
+# What a replica says in its own words is kept for people to read, up to so many characters.
+_TEXT = 300
+# Progress is left out while so much waits on the link: the next one says more.
+_PROGRESS_BYTES = 1 << 20
 
 
 def key_of(id: pb.MicrobatchId) -> Key:
@@ -49,11 +59,15 @@ class Cargo:
     frame: Frame | None
 
 
+class _TooLate(LinkLost):
+    """The stream lives, but not for this microbatch."""
+
+
 @dataclass
 class _Pending:
+    offer: pb.Offer
     answer: asyncio.Future[pb.Answer]
     result: asyncio.Future[Result]
-    shape: Sequence[int]
     gradient: pb.Gradient | None = None
     assembler: Assembler | None = field(default=None, repr=False)
 
@@ -88,12 +102,12 @@ class Downstream:
         who wait in `carry`."""
         lost = LinkLost(f"the link to {self._address} was closed")
         try:
-            async with transport.link(self._address) as duplex:
-                await duplex.send(pb.LinkMessage(open=self._open))
-                await self._exchange(duplex)
-        except* (LinkLost, MismatchError) as group:
-            first = group.exceptions[0]
-            lost = LinkLost(str(first))
+            with ungrouped():
+                async with transport.link(self._address) as duplex:
+                    await duplex.send(pb.LinkMessage(open=self._open))
+                    await self._exchange(duplex)
+        except MeshdError as error:  # whatever the replica refuses with
+            lost = LinkLost(str(error))
         finally:
             self._fail(lost)
 
@@ -117,12 +131,12 @@ class Downstream:
                     future.set_exception(lost)
                     future.exception()
 
-    async def progress(self, committed: list[pb.Count]) -> None:
-        """Tell the replica how far the run is. Does nothing while the link is not open."""
+    def progress(self, committed: list[pb.Count]) -> None:
+        """Tell the replica how far the run is. Does nothing while the link is not open, or is behind."""
         if self._ready.done() and self._lost is None:
-            await self._ready.result().send(
-                pb.LinkMessage(progress=pb.Progress(committed=committed)), Priority.FORWARD
-            )
+            sender = self._ready.result()
+            if sender.queued_bytes < _PROGRESS_BYTES:
+                sender.post(pb.LinkMessage(progress=pb.Progress(committed=committed)))
 
     async def carry(self, offer: pb.Offer, cargo: Cargo) -> Result:
         """Offer a microbatch, send its payload, wait for what comes back.
@@ -135,31 +149,33 @@ class Downstream:
         sender = await asyncio.shield(self._ready)
         loop = asyncio.get_running_loop()
         key = key_of(offer.id)
-        # A gradient has the shape of the tensor that it is the gradient of.
-        pending = _Pending(loop.create_future(), loop.create_future(), list(offer.hidden.shape))
+        pending = _Pending(offer, loop.create_future(), loop.create_future())
         self._pending[key] = pending
         try:
             await sender.send(pb.LinkMessage(offer=offer), Priority.FORWARD)
-            try:
-                async with asyncio.timeout(_ANSWER_S):
-                    answer = await pending.answer
-            except TimeoutError:
-                raise LinkLost(f"{self._address} did not answer an offer in {_ANSWER_S:.0f} s") from None
+            answer = await self._within(_ANSWER_S, pending.answer, "answer an offer")
             if answer.verdict == pb.Answer.VERDICT_BUSY:
-                raise Busy(answer.reason)
+                raise Busy(answer.reason[:_TEXT])
             if answer.verdict != pb.Answer.VERDICT_ACCEPTED:
-                raise Refused(answer.reason)
+                raise Refused(answer.reason[:_TEXT])
             assert cargo.frame is not None
             for chunk in split(offer.id, offer.hop, cargo.frame.payload):
                 await sender.send(pb.LinkMessage(chunk=chunk), Priority.FORWARD)
             cargo.frame = None
-            return await pending.result
-        except asyncio.CancelledError:
-            # Behind its own offer, never before it.
+            return await self._within(_RESULT_S, pending.result, "return a microbatch")
+        except (asyncio.CancelledError, _TooLate):
+            # Behind its own offer, never before it. Should the replica accept after all, it must not keep the place.
             sender.post(pb.LinkMessage(cancel=pb.Cancel(id=offer.id, hop=offer.hop)), Priority.FORWARD)
             raise
         finally:
             del self._pending[key]
+
+    async def _within(self, seconds: float, future: asyncio.Future[T], what: str) -> T:
+        try:
+            async with asyncio.timeout(seconds):
+                return await future
+        except TimeoutError:
+            raise _TooLate(f"{self._address} did not {what} in {seconds:.0f} s") from None
 
     async def _take(self, message: pb.LinkMessage) -> None:
         kind = message.WhichOneof("body")
@@ -179,12 +195,21 @@ class Downstream:
             self._settle(pending, Dropped(pb.Drop.REASON_CORRUPT, str(error), partial=True))
 
     def _deliver(self, pending: _Pending, kind: str, body: object) -> None:
+        """Raises MismatchError for what does not answer the offer: nothing a replica says is taken on trust."""
+        offer = pending.offer
         match kind, body:
             case "answer", pb.Answer():
                 if not pending.answer.done():
                     pending.answer.set_result(body)
             case "gradient", pb.Gradient():
-                check_header(body.gradient, pending.shape)
+                if offer.evaluate:
+                    raise MismatchError("a gradient where an evaluation's result was asked for")
+                if pending.gradient is not None:
+                    raise MismatchError("a second gradient for one microbatch")
+                if not math.isfinite(body.loss):
+                    raise MismatchError(f"a loss of {body.loss}")
+                # A gradient has the shape of the tensor that it is the gradient of.
+                check_header(body.gradient, offer.hidden.shape)
                 self._on_counts(body.committed)
                 pending.gradient = body
                 size = body.gradient.payload_bytes
@@ -198,9 +223,16 @@ class Downstream:
                     frame = Frame(header, bytes(pending.assembler.finish(header.checksum)))
                     self._settle(pending, Passed(pending.gradient.loss, frame))
             case "eval_result", pb.EvalResult():
+                if not offer.evaluate:
+                    raise MismatchError("an evaluation's result where a gradient was asked for")
+                if not math.isfinite(body.loss_sum) or body.label_tokens != offer.batch.label_tokens:
+                    raise MismatchError(f"a loss of {body.loss_sum} over {body.label_tokens} label tokens")
                 self._settle(pending, Evaluated(body.loss_sum, body.label_tokens))
             case "drop", pb.Drop():
-                self._settle(pending, Dropped(body.reason, body.text, body.partial))
+                # Reasons that this version does not know are final, like one left out.
+                known = body.reason in pb.Drop.Reason.values()
+                reason = body.reason if known else pb.Drop.REASON_UNSPECIFIED
+                self._settle(pending, Dropped(reason, body.text[:_TEXT], body.partial))
 
     @staticmethod
     def _settle(pending: _Pending, outcome: Result | MeshdError) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from meshd import PROTOCOL_VERSION
 from meshd.data.microbatch import Microbatch
-from meshd.errors import MismatchError
+from meshd.errors import MismatchError, ungrouped
 from meshd.observe.log import event
 from meshd.pipeline.downstream import Key, Passed, key_of
 from meshd.pipeline.dropped import Dropped
@@ -26,6 +26,10 @@ log = logging.getLogger(__name__)
 
 # A bound on bookkeeping, far above what the byte budget of real microbatches allows.
 MAX_HELD = 1024
+# Answers that wait on one link. A neighbour asks about each microbatch once and has far fewer of them out; one that
+# asks on without reading loses its place, before its answers fill this peer's memory.
+_MAX_UNREAD = 4096
+_MAX_ORIGIN = 128
 
 
 @dataclass
@@ -67,12 +71,16 @@ class Intake:
         if first is None or first.WhichOneof("body") != "open":
             raise MismatchError("a link must begin with LinkOpen")
         self._check_open(first.open)
-        link = _Link(self, duplex, first.open.name or first.open.peer_id[-8:])
+        link = _Link(self, duplex, first.open.name[:64] or first.open.peer_id[-8:])
         self._links.add(link)
         try:
-            await link.run(messages)
-        except* LinkLost as lost:
-            event(log, "upstream_lost", level=logging.DEBUG, peer=link.name, reason=str(lost.exceptions[0]))
+            with ungrouped():
+                await link.run(messages)
+        except LinkLost as lost:
+            event(log, "upstream_lost", level=logging.DEBUG, peer=link.name, reason=str(lost))
+        except MismatchError as error:
+            event(log, "upstream_refused", level=logging.WARNING, peer=link.name, reason=str(error))
+            raise
         finally:
             self._links.discard(link)
 
@@ -122,8 +130,9 @@ class Intake:
         """Everything about an offer that can be known before its payload comes. Raises MismatchError."""
         if not self.pipeline.knows(offer.hop) or self.pipeline.stage.hops[offer.hop].embed:
             raise MismatchError(f"hop {offer.hop} is not served here")
-        if len(offer.id.origin) > 128 or len(offer.committed) > 256:
-            raise MismatchError("origin or counters out of bounds")
+        hop = self.pipeline.stage.hops[offer.hop]
+        if hop.head and hop.stage == 0 and offer.id.origin != self.pipeline.stage.peer_id:
+            raise MismatchError("a ring closes at its origin, which is another peer")
         spec, resolved = self._run.spec, self._run.resolved
         rows, columns = spec.data.microbatch, spec.data.seq_len
         batch = Microbatch.from_proto(offer.batch, vocabulary=resolved.vocabulary, rows=rows, columns=columns)
@@ -161,7 +170,14 @@ class _Link:
             self._sent_away = False
             self._sender.post(pb.LinkMessage(credit=pb.Credit(places=1)))
 
+    def _post(self, message: pb.LinkMessage) -> None:
+        """Queue an answer. Raises MismatchError, which ends the link, when the neighbour does not read them."""
+        if self._sender.posted >= _MAX_UNREAD:
+            raise MismatchError(f"{self._sender.posted} answers wait unread")
+        self._sender.post(message)
+
     def _take(self, message: pb.LinkMessage, tasks: asyncio.TaskGroup) -> None:
+        """Raises MismatchError, which ends the link, for what no peer of this protocol sends."""
         match message.WhichOneof("body"):
             case "offer":
                 self._offered(message.offer)
@@ -178,15 +194,20 @@ class _Link:
                 raise MismatchError(f"{other} does not belong on the way down of a link")
 
     def _offered(self, offer: pb.Offer) -> None:
+        key = key_of(offer.id)
+        if len(offer.id.origin) > _MAX_ORIGIN:
+            raise MismatchError(f"an origin of {len(offer.id.origin)} characters")
+        if key in self._held:
+            raise MismatchError("a microbatch offered again while it is held")
         self._pipeline.learn(offer.committed)
         verdict, reason, batch = self._intake.verdict(offer)
         if batch is not None:
             size = offer.hidden.payload_bytes
             assembler = Assembler(size, max_bytes=size, what=f"hidden state from {self.name}")
-            self._held[key_of(offer.id)] = _Held(offer, batch, assembler)
+            self._held[key] = _Held(offer, batch, assembler)
         self._sent_away |= verdict == pb.Answer.VERDICT_BUSY
         answer = pb.Answer(id=offer.id, hop=offer.hop, verdict=verdict, reason=reason)
-        self._sender.post(pb.LinkMessage(answer=answer))
+        self._post(pb.LinkMessage(answer=answer))
 
     def _chunk(self, chunk: pb.Chunk, tasks: asyncio.TaskGroup) -> None:
         key = key_of(chunk.id)
@@ -200,7 +221,9 @@ class _Link:
                 frame = Frame(hidden, bytes(held.assembler.finish(hidden.checksum)))
                 held.task = tasks.create_task(self._process(key, held, frame))
         except MismatchError as error:
-            self._drop(held.offer, Dropped(pb.Drop.REASON_CORRUPT, str(error)))
+            # Its place is given to others now, so nothing of it may go on: not work that began before this chunk.
+            held.cancel()
+            self._drop(held.offer, Dropped(pb.Drop.REASON_CORRUPT, str(error), partial=held.task is not None))
             self._forget(key)
 
     async def _process(self, key: Key, held: _Held, frame: Frame) -> None:
@@ -243,7 +266,7 @@ class _Link:
             text=dropped.text[:1000],
             partial=dropped.partial,
         )
-        self._sender.post(pb.LinkMessage(drop=drop))
+        self._post(pb.LinkMessage(drop=drop))
 
     def _forget(self, key: Key) -> None:
         held = self._held.pop(key, None)

@@ -44,6 +44,11 @@ class PrioritySender(Generic[M]):
         """Bytes accepted and not yet handed to the stream (a metric: C09)."""
         return sum(queue.queued_bytes for queue in self._queues)
 
+    @property
+    def posted(self) -> int:
+        """Messages of the highest priority that wait: `post` does not bound them, who posts on request must."""
+        return len(self._queues[Priority.CONTROL])
+
     async def send(self, message: M, priority: Priority) -> None:
         """Queue one message, waiting while its priority holds `max_bytes`. Raises LinkLost once the stream broke."""
         await self._queues[priority].put(message, checked_size(message))
