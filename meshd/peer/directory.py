@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -53,9 +54,15 @@ class Directory:
     on_change: Callable[[], None] = lambda: None
     _version: int = field(default=0, init=False)
     _seen: dict[str, str] = field(default_factory=dict, init=False)
+    _announcing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def announce(self) -> None:
         """Publish this peer's record as it is now. A failure is logged; the next renewal tries again."""
+        # One at a time: a record that arrives after a newer one is refused, and looks like a fault.
+        async with self._announcing:
+            await self._announce()
+
+    async def _announce(self) -> None:
         self._version += 1
         me = self.me
         record = pb.Record(
