@@ -12,22 +12,20 @@ import contextlib
 import logging
 import os
 import socket
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 # Before the first import of grpc anywhere: its fork handlers hang the parent when calls are in flight.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-import psutil
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.control import ControlClient, DaemonConnector
-from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, P2PDaemonError
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 
 from meshd.discovery.addresses import PeerAddress, readable, socket_maddr
+from meshd.discovery.p2pd_process import P2pdDied, P2pdProcess, end_leftovers
 from meshd.errors import NetworkError, ResourceError
 from meshd.identity import Identity
 
@@ -39,7 +37,6 @@ _STOP_S = 3.0
 _PULSE_S = 5.0  # between questions to a daemon that may hang
 DIAL_BACKOFF = "dial backoff"  # libp2p does not dial an address again for 5 s and more after it failed
 _DIAL_REASONS = ("connection refused", "no route to host", "i/o timeout", "no such host", "peer id mismatch")
-_REAP_POLL_S = 0.01
 _STARTS = 5  # tries with another free port when somebody took the first
 
 
@@ -62,17 +59,18 @@ def quiet_hivemind() -> None:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where p2pd listens, and what it tells others. port 0: a free one."""
+    """Where p2pd listens, and what it tells others. port 0: `preferred` if it is free (0: none is), else any."""
 
     listen: str
     port: int = 0
     announce: str | None = None
+    preferred: int = 0
 
 
 class P2pd:
     """A running p2pd. `p2p` is hivemind's handle to it, for DHTNode."""
 
-    def __init__(self, p2p: P2P, port: int, process: psutil.Process) -> None:
+    def __init__(self, p2p: P2P, port: int, process: P2pdProcess) -> None:
         self.p2p = p2p
         self.port = port
         self._process = process
@@ -80,13 +78,15 @@ class P2pd:
 
     @classmethod
     async def start(cls, identity: Identity, endpoint: Endpoint) -> P2pd:
-        """Start the process and wait until it answers. Connects to nobody.
+        """Start the process and wait until it answers. Connects to nobody. Ends one that a killed daemon left.
 
         Raises ResourceError that says what failed: the port, the binary, or what p2pd itself said (C12).
         """
         quiet_hivemind()
+        for pid in await asyncio.to_thread(end_leftovers, identity.path):
+            log.info("ended p2pd process %s, left by a daemon that was killed", pid)
         for attempt in range(1, _STARTS + 1):
-            port = _bindable_port(endpoint.listen, endpoint.port)
+            port = _choose_port(endpoint)
             try:
                 return await cls._start_once(identity, endpoint, port)
             except ResourceError as error:
@@ -96,32 +96,29 @@ class P2pd:
 
     @classmethod
     async def _start_once(cls, identity: Identity, endpoint: Endpoint, port: int) -> P2pd:
-        announce = None if endpoint.announce is None else [socket_maddr(endpoint.announce, port)]
+        announce = None if endpoint.announce is None else socket_maddr(endpoint.announce, port)
+        try:
+            process = await P2pdProcess.start(identity.path, socket_maddr(endpoint.listen, port), announce)
+        except OSError as error:
+            raise ResourceError(
+                f"the p2pd binary (libp2p daemon, part of hivemind) cannot be run: {error}"
+            ) from error
         started = False
         try:
-            async with asyncio.timeout(_START_S + _CONTROL_S):
-                p2p = await P2P.create(
-                    identity_path=str(identity.path),
-                    host_maddrs=[socket_maddr(endpoint.listen, port)],
-                    announce_maddrs=announce,
-                    check_if_identity_free=False,
-                    nat_port_map=False,
-                    startup_timeout=_START_S,
-                )
-            process = await asyncio.to_thread(_find_child, p2p.daemon_listen_maddr["unix"])
-            if process is None:
-                raise P2PDaemonError("it ended right after its start")
+            async with asyncio.timeout(_START_S):
+                await process.ready()
+                p2p = await P2P.replicate(Multiaddr(f"/unix{process.control}"))
             started = True
             return cls(p2p, port, process)
         except TimeoutError as error:
             raise ResourceError(
                 f"p2pd (libp2p daemon) did not answer within {_START_S:.0f} s of its start"
             ) from error
-        except (P2PDaemonError, ControlFailure, OSError, EOFError) as error:
+        except (P2pdDied, ControlFailure, OSError, EOFError) as error:
             raise ResourceError(_why_no_start(error, endpoint, port)) from error
         finally:
             if not started:
-                await asyncio.to_thread(_kill_children_with_identity, str(identity.path))
+                await process.stop(_STOP_S)
 
     @property
     def peer_id(self) -> str:
@@ -174,25 +171,8 @@ class P2pd:
 
     async def stop(self) -> None:
         """End the process, by force if need be, and remove its sockets. Never hangs, never raises for a dead one."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_STOP_S):
-                await self._reaped_if_dead()
-                await self.p2p.shutdown()
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE:
-                self._process.kill()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_STOP_S):
-                        await self._reaped_if_dead()
-                        await self.p2p.shutdown()
-        await asyncio.to_thread(Path(self.p2p.daemon_listen_maddr["unix"]).unlink, missing_ok=True)
-
-    async def _reaped_if_dead(self) -> None:
-        """Let asyncio's child watcher collect a dead process first: to signal it before that makes Popen collect it,
-        and the watcher complain of an unknown child."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            while self._process.status() == psutil.STATUS_ZOMBIE:  # noqa: ASYNC110 (nothing tells of it)
-                await asyncio.sleep(_REAP_POLL_S)
+        await self.p2p.shutdown()  # of the connection: the process is not hivemind's child
+        await self._process.stop(_STOP_S)
 
 
 @contextlib.asynccontextmanager
@@ -204,6 +184,13 @@ async def _control_errors(question: str) -> AsyncIterator[None]:
         raise NetworkError(f"p2pd gave no answer to {question!r} within {_CONTROL_S:.0f} s") from error
     except (OSError, EOFError, ControlFailure, ValueError) as error:
         raise NetworkError(f"p2pd: {error or type(error).__name__}") from error
+
+
+def _choose_port(endpoint: Endpoint) -> int:
+    if endpoint.port == 0 and endpoint.preferred:
+        with contextlib.suppress(ResourceError):
+            return _bindable_port(endpoint.listen, endpoint.preferred)
+    return _bindable_port(endpoint.listen, endpoint.port)
 
 
 def _bindable_port(listen: str, port: int) -> int:
@@ -225,8 +212,6 @@ def _why_no_start(error: Exception, endpoint: Endpoint, port: int) -> str:
     text = str(error) or type(error).__name__
     if "address already in use" in text:
         return f"cannot listen on {endpoint.listen} port {port} (libp2p): address already in use. Fix: another dht_port"
-    if "binary" in text:
-        return f"the p2pd binary (libp2p daemon, part of hivemind) cannot be run: {text}"
     return f"p2pd (libp2p daemon) did not start: {text}"
 
 
@@ -237,30 +222,3 @@ def _dial_reason(text: str) -> str:
         if known in text:
             return known
     return last.removeprefix("Connect failed. msg=")[:200]
-
-
-def _children() -> list[tuple[psutil.Process, list[str]]]:
-    found = []
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            found.append((child, child.cmdline()))
-    return found
-
-
-def _find_child(control_socket: str) -> psutil.Process | None:
-    """The child whose command line names the control socket: hivemind does not tell its process id."""
-    for child, words in _children():
-        if any(word.endswith(control_socket) for word in words):
-            return child
-    return None
-
-
-def _kill_children_with_identity(path: str) -> None:
-    """End what an interrupted start has left, and wait a moment for asyncio's child watcher to collect it."""
-    killed = [child for child, words in _children() if f"-id={path}" in words]
-    for child in killed:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    end = time.monotonic() + _STOP_S
-    while any(psutil.pid_exists(child.pid) for child in killed) and time.monotonic() < end:
-        time.sleep(_REAP_POLL_S)
