@@ -18,13 +18,14 @@ import psutil
 from meshd.clock import Clock, SystemClock
 from meshd.config.peer import PeerConfig
 from meshd.config.runspec import ResolvedRun, RunSpec
-from meshd.discovery.addresses import PeerAddress, announced_hosts
+from meshd.discovery.addresses import PeerAddress, announced_hosts, readable
 from meshd.discovery.dht import DhtRegistry
 from meshd.discovery.link import SwarmLink
 from meshd.discovery.p2pd import Endpoint
 from meshd.discovery.registry import Registry
+from meshd.discovery.remembered import Remembered
 from meshd.discovery.static import StaticRegistry
-from meshd.errors import MeshdError, MismatchError
+from meshd.errors import MeshdError, MismatchError, ResourceError
 from meshd.identity import Identity
 from meshd.observe.daemonfile import DaemonFile
 from meshd.observe.log import event
@@ -40,6 +41,7 @@ from meshd.transport.grpc_server import serve
 
 log = logging.getLogger(__name__)
 
+_REMEMBER_S = 10.0
 _ROLES = {"stage": pb.ROLE_STAGE, "seed": pb.ROLE_SEED}
 
 
@@ -144,7 +146,7 @@ class Daemon:
             peer.leave()
         async with (
             serve(peer.handlers, config.listen, config.port) as server,
-            self._registered(me.run_id, run) as registry,
+            self._registered(me.run_id, run, folder) as registry,
             _closing(GrpcTransport()) as transport,
         ):
             host = announced_hosts(config.listen, config.announce)[0]
@@ -157,6 +159,7 @@ class Daemon:
                 if isinstance(registry, DhtRegistry):
                     me.maddrs = [str(address) for address in registry.maddrs()]
                     services.append(tasks.create_task(registry.run()))
+                    services.append(tasks.create_task(self._remember(registry, folder)))
                 self._say_where(me)
                 await peer.run(run, folder, registry, transport)
                 for service in services:
@@ -174,7 +177,9 @@ class Daemon:
         return self.link.run_id
 
     @asynccontextmanager
-    async def _registered(self, run_id: str, run: ResolvedRun | None) -> AsyncIterator[Registry]:
+    async def _registered(
+        self, run_id: str, run: ResolvedRun | None, folder: Path
+    ) -> AsyncIterator[Registry]:
         """The registry that the link names; the DHT, alone, without one."""
         config, link = self.config, self.link
         if link is not None and link.file is not None:
@@ -182,11 +187,13 @@ class Daemon:
                 link.file, run_id, self.identity.peer_id, self.clock
             )
         else:
+            before = await asyncio.to_thread(Remembered.read, folder)
             registry = await DhtRegistry.start(
                 self.identity,
                 run_id,
-                endpoint=Endpoint(config.listen, config.dht_port, config.announce),
+                endpoint=Endpoint(config.listen, config.dht_port, config.announce, before.dht_port),
                 bootstrap=link.addresses if link is not None else (),
+                remembered=before.peers,
                 stages=run.stages if run is not None else 0,
                 clock=self.clock,
                 rng=self.rng,
@@ -195,6 +202,23 @@ class Daemon:
             yield registry
         finally:
             await registry.close()
+
+    async def _remember(self, registry: DhtRegistry, folder: Path) -> None:
+        """Keep on disk where this peer and the others are to be found, for the next start."""
+        kept = Remembered()
+        while True:
+            others = (
+                a for peer in registry.peers for a in readable(peer.maddrs) if a.peer_id == peer.peer_id
+            )
+            # An empty view is no news: the swarm may be back when this peer is.
+            now = Remembered(registry.port, tuple(sorted(others, key=str)) or kept.peers)
+            if now != kept:
+                try:
+                    await asyncio.to_thread(now.write, folder)
+                    kept = now
+                except ResourceError as error:
+                    event(log, "peers_not_remembered", level=logging.WARNING, reason=str(error))
+            await self.clock.sleep(_REMEMBER_S)
 
     def _say_where(self, me: Self) -> None:
         """Log the link that leads here, and leave it for commands on this machine."""

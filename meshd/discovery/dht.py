@@ -16,7 +16,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from meshd.clock import Clock, SystemClock
-from meshd.discovery.addresses import PeerAddress, announced_hosts, check_announce, presentable, readable
+from meshd.discovery.addresses import (
+    PeerAddress,
+    announced_hosts,
+    by_peer,
+    check_announce,
+    presentable,
+    readable,
+)
 from meshd.discovery.entrance import Doorway, Entrance, Timing
 from meshd.discovery.p2pd import Endpoint, P2pd  # before hivemind: it sets what grpc reads at import
 from meshd.discovery.records import RecordBook, seal, withdrawn
@@ -30,7 +37,8 @@ from hivemind.dht.routing import DHTID  # isort: skip
 
 log = logging.getLogger(__name__)
 
-_MAX_FROM_RECORDS = 8  # peers dialled from old records when all else fails
+_UNKNOWN_STAGES = 16  # looked at while a joiner does not know its run: any peer can tell it
+_MAX_FROM_RECORDS = 8  # peers dialled from old records and from memory when all else fails
 
 
 class DhtRegistry:
@@ -42,6 +50,7 @@ class DhtRegistry:
         run_id: str,
         endpoint: Endpoint,
         bootstrap: Sequence[PeerAddress],
+        remembered: Sequence[PeerAddress],
         clock: Clock,
         rng: random.Random,
         timing: Timing,
@@ -56,6 +65,7 @@ class DhtRegistry:
         self._maddrs: tuple[PeerAddress, ...] = ()
         self._mine: pb.Record | None = None
         self._entrance = Entrance(bootstrap, timing)
+        self._remembered = tuple(remembered)
         self._refreshed = False
         self._up, self._joined = asyncio.Event(), asyncio.Event()
         self._wake, self._closing = asyncio.Event(), asyncio.Event()
@@ -68,6 +78,7 @@ class DhtRegistry:
         *,
         endpoint: Endpoint,
         bootstrap: Sequence[PeerAddress] = (),
+        remembered: Sequence[PeerAddress] = (),
         stages: int = 0,
         clock: Clock | None = None,
         rng: random.Random | None = None,
@@ -76,12 +87,13 @@ class DhtRegistry:
         """Start p2pd and the DHT node, and try each bootstrap address once.
 
         Unreachable bootstrap addresses are logged by name and tried again by `run`; meanwhile the node is alone
-        (`joined`, `problem`). stages: of the run, 0 while unknown. Raises ConfigError when the swarm cannot dial the
+        (`joined`, `problem`). remembered: peers of an earlier time, dialled while no bootstrap address has answered.
+        stages: of the run, 0 while unknown. Raises ConfigError when the swarm cannot dial the
         address that this peer would announce (C03), ResourceError when p2pd cannot start (C12: port, binary).
         """
         clock, timing = clock or SystemClock(), timing or Timing()
         check_announce(announced_hosts(endpoint.listen, endpoint.announce), bootstrap, endpoint.announce)
-        self = cls(identity, run_id, endpoint, bootstrap, clock, rng or random.Random(), timing)
+        self = cls(identity, run_id, endpoint, bootstrap, remembered, clock, rng or random.Random(), timing)
         self.set_stages(stages)
         await self._start_node()
         try:
@@ -114,7 +126,7 @@ class DhtRegistry:
 
     async def refresh(self) -> Sequence[pb.Record]:
         """See Registry. While the DHT is down, the peers known before."""
-        keys = [dht_key(self._run_id, stage) for stage in (-1, *range(max(1, self._stages)))]
+        keys = [dht_key(self._run_id, stage) for stage in (-1, *range(self._stages or _UNKNOWN_STAGES))]
         try:
             node = self._running()
             async with asyncio.timeout(self._timing.call_s):
@@ -323,9 +335,12 @@ class DhtRegistry:
             return
         fallback: list[PeerAddress] = []
         if not self.joined:
-            peers = self.peers
-            for record in self._rng.sample(peers, min(len(peers), _MAX_FROM_RECORDS)):
+            for record in self.peers:
                 fallback += [a for a in readable(record.maddrs) if a.peer_id == record.peer_id]
+            # Records are newer than what is remembered from before the start.
+            known = {**by_peer(self._remembered), **by_peer(fallback)}
+            chosen = self._rng.sample(sorted(known), min(len(known), _MAX_FROM_RECORDS))
+            fallback = [address for peer_id in chosen for address in known[peer_id]]
         told = await self._entrance.dial_missing(Doorway(self._p2pd, self._node, self._maddrs), fallback)
         if self.joined:
             self._joined.set()
