@@ -213,7 +213,12 @@ def status(
 
     reply = run_loop(ask())
     if as_json:
-        print(json_format.MessageToJson(reply, preserving_proto_field_name=True))
+        # All fields, or a script could not tell "no" from "not said".
+        print(
+            json_format.MessageToJson(
+                reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+            )
+        )
     else:
         Console().print(status_view(reply))
 

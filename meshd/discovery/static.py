@@ -24,6 +24,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from meshd import PROTOCOL_VERSION
 from meshd.clock import Clock
 from meshd.errors import ConfigError, ResourceError
 from meshd.identity import public_key_of
@@ -59,6 +60,7 @@ class _Entry(BaseModel):
             stage=self.stage,
             state=pb.PEER_STATE_WORKING,
             address=self.address,
+            protocol=PROTOCOL_VERSION,  # what it really speaks shows at the handshake
             expires=expires,
         )
 

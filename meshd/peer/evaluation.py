@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from pathlib import Path
 
 from meshd.config.runspec import ResolvedRun
 from meshd.data.dataset import Dataset
+from meshd.errors import ResourceError
 from meshd.observe.log import event
 from meshd.peer.directory import Directory
 from meshd.peer.snapshots import Snapshots
@@ -16,7 +18,7 @@ from meshd.peer.status import StatusBoard
 from meshd.pipeline.dropped import Dropped
 from meshd.pipeline.injector import Injector
 from meshd.proto import meshd_pb2 as pb
-from meshd.state.disk import write_synced
+from meshd.state.disk import disk_faults, write_synced
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +44,7 @@ class Evaluation:
         self._spec, self._directory, self._status = run.spec, directory, status
         self._path = folder / "evaluations.json"
         self._tries: dict[int, int] = {}
-        for tokens, loss, when, labels in json.loads(self._path.read_text()) if self._path.exists() else []:
-            status.evaluations.append(pb.LossPoint(tokens=tokens, loss=loss, time=when, label_tokens=labels))
+        status.evaluations.extend(_kept(self._path))
 
     async def base(self) -> None:
         """The base model, before training: what every later loss is compared with."""
@@ -88,4 +89,27 @@ class Evaluation:
         self._status.evaluations.append(point)
         event(log, "held_out_loss", tokens=watermark, loss=point.loss, label_tokens=point.label_tokens)
         rows = [[p.tokens, p.loss, p.time, p.label_tokens] for p in self._status.evaluations]
-        await asyncio.to_thread(write_synced, self._path, json.dumps(rows).encode())
+        try:
+            await asyncio.to_thread(_keep, self._path, rows)
+        except ResourceError as error:
+            event(log, "evaluation_not_kept", level=logging.WARNING, reason=str(error))
+
+
+def _kept(path: Path) -> list[pb.LossPoint]:
+    """The results of earlier starts. A damaged file costs them, not the peer."""
+    try:
+        rows = json.loads(path.read_text())
+        return [pb.LossPoint(tokens=t, loss=loss, time=when, label_tokens=n) for t, loss, when, n in rows]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError) as error:
+        event(log, "evaluations_lost", level=logging.WARNING, path=path, reason=str(error))
+        return []
+
+
+def _keep(path: Path, rows: list[list[float]]) -> None:
+    """Replace the file at one blow. Raises ResourceError."""
+    draft = path.with_suffix(".new")
+    with disk_faults(path):
+        write_synced(draft, json.dumps(rows).encode())
+        os.replace(draft, path)

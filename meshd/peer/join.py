@@ -14,9 +14,10 @@ from pydantic import ValidationError
 from meshd import PROTOCOL_VERSION
 from meshd.clock import Clock
 from meshd.config.runspec import ResolvedRun
+from meshd.discovery.dht import DhtRegistry
 from meshd.errors import MeshdError, MismatchError, NetworkError
 from meshd.model.families import load_config
-from meshd.model.sources import resolve_source
+from meshd.model.sources import resolve_stage
 from meshd.model.weights import write_base
 from meshd.observe.log import event
 from meshd.peer.directory import Directory
@@ -31,25 +32,37 @@ from meshd.transport.base import Transport
 log = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 15.0
+# A peer that serves a run announces itself every few seconds.
+_UNSERVED_S = 30.0
 
 
 async def fetch_run(run_id: str, directory: Directory, transport: Transport, clock: Clock) -> ResolvedRun:
     """The run spec, from any peer that answers; its hash must be the run id. Tries for ever: a swarm may come later.
 
-    Raises MismatchError when a peer speaks another protocol.
+    Raises MismatchError when all peers speak another protocol, or when the link's address answers and nobody there is
+    of the run.
     """
-    wait = 1.0
+    wait, registry = 1.0, directory.registry
+    reached: float | None = None
     while True:
         peers = await directory.refresh()
-        failures = []
+        failures: list[MeshdError] = []
         for peer in peers:
             try:
                 return await _ask_run(run_id, peer, directory, transport, clock)
-            except MismatchError:
-                raise
             except MeshdError as error:
-                failures.append(f"{peer.name or peer.peer_id[-8:]} at {peer.address}: {error}")
-        problem = "; ".join(failures) or "no peer of this run is announced"
+                failures.append(type(error)(f"{peer.name or peer.peer_id[-8:]} at {peer.address}: {error}"))
+        if failures and all(isinstance(failure, MismatchError) for failure in failures):
+            raise failures[0]
+        problem = "; ".join(map(str, failures)) or "no peer of this run is announced"
+        if isinstance(registry, DhtRegistry) and not failures:
+            problem = registry.problem or problem
+            reached = (reached or clock.monotonic()) if registry.joined else None
+            if reached is not None and clock.monotonic() - reached > _UNSERVED_S:
+                raise MismatchError(
+                    f"the link's address answers, but nobody there is of run {run_id}: the link is of another run, or "
+                    "the run is over, or clocks differ. Fix: ask the operator for the present link"
+                )
         event(log, "no_run_yet", level=logging.WARNING, problem=problem, next_try_s=wait)
         await clock.sleep(wait)
         wait = min(_LONGEST_WAIT_S, 1.5 * wait)
@@ -153,10 +166,10 @@ class Supply:
         name, model = f"base/{stage}", self.run.spec.model
         if name in self.store.names() and self.store.manifest(name).sha256 == digest:
             return
-        folder = resolve_source(model.source, model.revision)
         resolved = self.run.resolved
+        folder, files = resolve_stage(model.source, model.revision, resolved.cut, resolved.tied, stage)
         with self.store.writing(name, {}) as directory:
-            write_base(folder, load_config(folder), resolved.cut, resolved.tied, stage, directory / WEIGHTS)
+            write_base(files, load_config(folder), resolved.cut, resolved.tied, stage, directory / WEIGHTS)
         found = self.store.manifest(name).sha256
         if found != digest:
             self.store.delete(name)

@@ -48,7 +48,12 @@ def load_run(directory: Path) -> ResolvedRun | None:
     try:
         return ResolvedRun.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        raise DataError(f"{path} is damaged or of another version: {error}. Move {directory} away") from error
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise DataError(
+            f"{path} is damaged or of another version ({where}: {first['msg']}). Fix: move {directory} away; what it "
+            "holds is fetched or made again"
+        ) from error
 
 
 def save_run(directory: Path, run: ResolvedRun) -> None:

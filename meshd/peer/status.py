@@ -29,7 +29,7 @@ class StatusBoard:
         self.doing: Callable[[], str] = lambda: "starting"
         self.losses: Callable[[], Iterable[pb.LossPoint]] = tuple
         self.evaluations: list[pb.LossPoint] = []
-        self.last_error = ""
+        self.last_error: Callable[[], str] = str
         # What others said last: a peer that has gone takes its losses with it otherwise.
         self._heard: dict[str, pb.StatusReply] = {}
 
@@ -54,7 +54,7 @@ class StatusBoard:
                 tokens_per_s=me.tokens_per_s,
                 doing=self.doing(),
                 metrics=self._metrics.snapshot(),
-                last_error=self.last_error,
+                last_error=self.last_error(),
             ),
             losses=list(self.losses())[-_MAX_LOSSES:],
             evaluations=self.evaluations,

@@ -12,11 +12,13 @@ from meshd.errors import ResourceError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_NO_DIRECTORY = {errno.ENOTDIR, errno.EEXIST}
 
 
 @contextmanager
 def disk_faults(path: Path) -> Iterator[None]:
-    """Turn a full disk and missing write permission within the block into ResourceError; `path` is what was written.
+    """Turn a full disk, missing write permission and a file in a directory's place within the block into
+    ResourceError; `path` is what was written.
 
     Other OSErrors pass: they are not a user's doing.
     """
@@ -33,6 +35,10 @@ def disk_faults(path: Path) -> Iterator[None]:
             raise ResourceError(
                 f"{where}: no permission ({fault.strerror}). "
                 f"Fix: give user id {os.geteuid()} read and write permission there, or choose another state directory"
+            ) from fault
+        if fault.errno in _NO_DIRECTORY:
+            raise ResourceError(
+                f"{where}: a file is where a directory is needed. Fix: move it away, or choose another state directory"
             ) from fault
         raise
 
