@@ -12,6 +12,7 @@ from meshd.observe.log import event
 from meshd.peer.directory import Directory
 from meshd.peer.handlers import DaemonHandlers
 from meshd.peer.join import Supply
+from meshd.peer.snapshots import watermarks_at
 from meshd.peer.status import StatusBoard
 from meshd.proto import meshd_pb2 as pb
 from meshd.state.donor import Donor
@@ -89,15 +90,8 @@ class SeedPeer:
     async def _offered(self) -> list[int]:
         """Watermarks that stage 0 has a snapshot of and this seed has not."""
         here = await asyncio.to_thread(self.complete)
-        found: set[int] = set()
-        for peer in self._directory.stage_peers(0):
-            try:
-                reply = await self._supply.transport.list_bundles(
-                    peer.address, pb.ListRequest(run_id=self._run.run_id)
-                )
-            except NetworkError:
-                continue  # it is leaving, or gone: its streams say so elsewhere
-            found.update(int(n.rpartition("/")[2]) for n in reply.bundles if n.startswith("snapshot/0/"))
+        donors = [peer.address for peer in self._directory.stage_peers(0)]
+        found = await watermarks_at(donors, 0, self._supply.transport, self._run.run_id)
         newest = max(here, default=-1)
         return sorted(watermark for watermark in found if watermark > newest)[-1:]
 

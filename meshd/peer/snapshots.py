@@ -10,7 +10,7 @@ import asyncio
 import logging
 import shutil
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,10 +22,11 @@ from meshd.observe.log import event
 from meshd.peer.directory import Directory
 from meshd.pipeline.service import Stage
 from meshd.pipeline.worker import BACKGROUND
+from meshd.proto import meshd_pb2 as pb
 from meshd.state.bundle import BundleStore
 from meshd.state.fetch import fetch_bundle
 from meshd.state.stage_state import read_params, write_average, write_stage
-from meshd.transport.base import NotHere
+from meshd.transport.base import NotHere, Transport
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,18 @@ def model_of(
     model = StageModel(config, resolved.cut, resolved.tied, number, stage.runtime.model.dtype)
     model.load(ChainMap(dict(weights), base_of(store, number)), stage.runtime.device, share=True)
     return model.eval()
+
+
+async def watermarks_at(donors: Sequence[str], stage: int, transport: Transport, run_id: str) -> set[int]:
+    """Watermarks of the stage's snapshots that these addresses have; those that do not answer have none."""
+    prefix, found = f"snapshot/{stage}/", set[int]()
+    for address in donors:
+        try:
+            reply = await transport.list_bundles(address, pb.ListRequest(run_id=run_id))
+        except NetworkError:
+            continue  # it is leaving, or gone: its streams say so elsewhere
+        found.update(int(name.removeprefix(prefix)) for name in reply.bundles if name.startswith(prefix))
+    return found
 
 
 @dataclass

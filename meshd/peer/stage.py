@@ -24,7 +24,7 @@ from meshd.peer.directory import Directory
 from meshd.peer.evaluation import Evaluation
 from meshd.peer.join import Supply
 from meshd.peer.parts import Parts
-from meshd.peer.snapshots import Snapshots, base_of
+from meshd.peer.snapshots import Snapshots, base_of, watermarks_at
 from meshd.pipeline.injector import Injector
 from meshd.pipeline.journal import Journal
 from meshd.pipeline.runtime import StageRuntime
@@ -152,14 +152,14 @@ class StagePeer:
         await supply.base(number)
         if number == 0:
             await supply.data()
-        live = await self._live_state(number)
+        newest = await self._newest_state(number)
         model = StageModel(config, resolved.cut, resolved.tied, number)
         await asyncio.to_thread(
             model.load, supply.store.path(f"base/{number}", "weights.safetensors"), device
         )
         runtime = StageRuntime(self._run, model, device)
-        if live:
-            await asyncio.to_thread(self._restore, runtime, number)
+        if newest is not None:
+            await asyncio.to_thread(self._restore, runtime, newest)
         event(
             log,
             "stage_ready",
@@ -170,29 +170,49 @@ class StagePeer:
         )
         return runtime
 
-    async def _live_state(self, number: int) -> bool:
-        """Bring the newest state of the stage to `live/STAGE`. False: there is none, the stage starts from base."""
+    async def _newest_state(self, number: int) -> str | None:
+        """Bring the newest state of the stage here and return its bundle's name; None: there is only the base model.
+
+        That is a working replica's, else this peer's own or the newest snapshot, whichever is of more tokens.
+        """
         name, store = f"live/{number}", self._supply.store
-        own = -1
+        version = tokens = -1
         if name in await asyncio.to_thread(store.names):
-            own = int((await asyncio.to_thread(store.manifest, name)).facts.get("weight_version", 0))
-        peers = [p for p in self._directory.stage_peers(number) if p.weight_version > own]
+            facts = (await asyncio.to_thread(store.manifest, name)).facts
+            version, tokens = int(facts.get("weight_version", 0)), int(facts.get("tokens", 0))
+        peers = [p for p in self._directory.stage_peers(number) if p.weight_version > version]
         if peers:
             try:
                 await self._supply.live(number, [p.address for p in peers])
-                return True
+                return name
             except NetworkError as error:
                 event(log, "no_live_state", level=logging.WARNING, stage=number, reason=str(error))
-        return own >= 0
+        snapshot = await self._newer_snapshot(number, tokens)
+        return snapshot or (name if version >= 0 else None)
 
-    def _restore(self, runtime: StageRuntime, number: int) -> None:
-        name, store = f"live/{number}", self._supply.store
+    async def _newer_snapshot(self, number: int, tokens: int) -> str | None:
+        """Bring the stage's newest snapshot of more than `tokens` here. None: nobody has one."""
+        supply, donors = self._supply, self._directory.donors(number)
+        watermarks = await watermarks_at(donors, number, supply.transport, self._run.run_id)
+        newest = max(watermarks, default=0)
+        if newest <= max(0, tokens):
+            return None
+        try:
+            await supply.snapshot(number, newest, donors)
+        except NetworkError as error:
+            event(log, "no_snapshot", level=logging.WARNING, stage=number, reason=str(error))
+            return None
+        event(log, "state_from_snapshot", stage=number, tokens=newest)
+        return f"snapshot/{number}/{newest}"
+
+    def _restore(self, runtime: StageRuntime, name: str) -> None:
+        store = self._supply.store
         runtime.adopt(read_params(store, name))
         runtime.version = int(store.manifest(name).facts.get("weight_version", 0))
         try:
             runtime.optimizer.restore(read_optimizer(store, name))
         except NotHere:
-            return
+            return  # a snapshot has none: its moments begin anew
 
     # ---- work -------------------------------------------------------------------------------------------------------
 
