@@ -82,7 +82,6 @@ class StageRuntime:
         self._gate = StepGate(run.spec.batch_tokens)
         # With a ring, stage 0 sees a microbatch's gradient twice; its tokens count once, when they come back last.
         self.counting_hop = min(hop.index for hop in model.hops)
-        self._hops = {hop.index: hop for hop in model.hops}
         model.train()
 
     def forward(self, hop: int, work: Work) -> Frame:
