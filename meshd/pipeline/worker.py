@@ -22,6 +22,9 @@ T = TypeVar("T")
 
 # Lower runs first.
 BACKWARD, FORWARD, GOSSIP, BACKGROUND = 0, 1, 2, 3
+# Later jobs that may overtake one of the next lower priority: without a bound, a device that is always busy would never
+# get to take a snapshot.
+_HEAD_START = 16
 
 _Job = tuple[int, int, Callable[[], Any] | None, Future[Any] | None]
 
@@ -45,7 +48,7 @@ class DeviceWorker:
     ) -> None:
         self._stopped = True
         # Behind everything: what was asked for is finished first, unless its caller was cancelled.
-        self._queue.put((BACKGROUND + 1, next(self._order), None, None))
+        self._queue.put((next(self._order) + _HEAD_START * (BACKGROUND + 1), BACKGROUND + 1, None, None))
         await asyncio.to_thread(self._thread.join)
 
     @property
@@ -65,7 +68,7 @@ class DeviceWorker:
         if self._stopped:
             raise NetworkError("this peer has stopped computing")
         future: Future[T] = Future()
-        self._queue.put((priority, next(self._order), call, future))
+        self._queue.put((next(self._order) + _HEAD_START * priority, priority, call, future))
         return future
 
     def _work(self) -> None:
