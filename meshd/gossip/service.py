@@ -20,17 +20,19 @@ log = logging.getLogger(__name__)
 
 # A partner that is in another exchange is asked again so often, after so long, before the next step is waited for.
 _RETRIES, _RETRY_S = 5, 0.2
+# One that failed is left alone for about as long as the record of a peer that died may live: one line per loss (C10).
+_ASIDE_S = 30.0
 
 
 def choose_partner(
-    me: str, replicas: Sequence[Replica], tried: Collection[str], rng: random.Random
+    me: str, replicas: Sequence[Replica], aside: Collection[str], rng: random.Random
 ) -> Replica | None:
     """A random replica of the own stage that this peer may open an exchange with. Pure.
 
     Of any two replicas only the one with the smaller peer id opens: so two never open exchanges with each other at
     the same moment, each refusing the other because it is busy with its own.
     """
-    able = [r for r in replicas if r.peer_id > me and r.peer_id not in tried]
+    able = [r for r in replicas if r.peer_id > me and r.peer_id not in aside]
     return rng.choice(able) if able else None
 
 
@@ -41,6 +43,7 @@ class Gossip:
         self._stage, self._flat, self._own_stage = stage, flat, own_stage
         self._spec = stage.runtime.run.spec.gossip
         self._busy = False
+        self._aside: dict[str, float] = {}
         self._due = asyncio.Event()
         self._steps = 0
 
@@ -56,19 +59,19 @@ class Gossip:
             await self._due.wait()
             self._due.clear()
             self._steps = 0
-            tried: set[str] = set()
             for _ in range(_RETRIES):
-                partner = choose_partner(
-                    self._stage.peer_id, self._stage.around.replicas(self._own_stage), tried, self._stage.rng
-                )
+                now = self._stage.clock.monotonic()
+                aside = {peer for peer, until in self._aside.items() if until > now}
+                replicas = self._stage.around.replicas(self._own_stage)
+                partner = choose_partner(self._stage.peer_id, replicas, aside, self._stage.rng)
                 if partner is None:
                     break
-                if not self._busy and await self._try(partner, tried):
+                if not self._busy and await self.exchange_with(partner):
                     break
                 await self._stage.clock.sleep(_RETRY_S * (0.5 + self._stage.rng.random()))
 
-    async def _try(self, partner: Replica, failed: set[str]) -> bool:
-        """One attempt. A partner that fails (and is not just busy) goes to `failed`."""
+    async def exchange_with(self, partner: Replica) -> bool:
+        """One attempt. A partner that fails (and is not just busy) is set aside for a while."""
         self._busy = True
         try:
             report = await self._open(partner)
@@ -76,7 +79,7 @@ class Gossip:
             self._stage.metrics.count("gossip_busy")
             return False
         except MeshdError as error:  # whatever the partner refuses with
-            failed.add(partner.peer_id)
+            self._aside[partner.peer_id] = self._stage.clock.monotonic() + _ASIDE_S
             self._failed(partner.name, error)
             return False
         finally:

@@ -146,7 +146,7 @@ def private_bytes(process: psutil.Process) -> int:
 
 
 async def watch_memory(metrics: Metrics, clock: Clock, interval_s: float = 30.0) -> None:
-    """Measure memory for ever (20 ms each time): gauges `memory_rss_bytes`, `memory_private_bytes`, `memory_children_bytes`."""
+    """Gauges `memory_rss_bytes`, `memory_private_bytes`, `memory_children_bytes`, for ever. 20 ms each time."""
     while True:
         use = await asyncio.to_thread(memory_use)
         metrics.gauge("memory_rss_bytes", use.rss_bytes)

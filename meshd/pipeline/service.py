@@ -137,13 +137,19 @@ class Pipeline:
                 return run(lambda: runtime.forward(hop, work), worker.FORWARD)
 
             frame = await self._computed(forward(), partial=False)
-            passed = await self._carry(hop + 1, id, work, frame, forward)
+            passed, sender = await self._carry(hop + 1, id, work, frame, forward)
             assert isinstance(passed, Passed)
             gradient = passed.gradient
             assert gradient is not None
             loss, pace = passed.loss, self._pace()
             way_back = run(lambda: runtime.backward(hop, work, gradient, pace), worker.BACKWARD)
-            returned = await self._computed(way_back, partial=True)
+            try:
+                returned = await self._computed(way_back, partial=True)
+            except Dropped as dropped:
+                if dropped.reason == pb.Drop.REASON_CORRUPT:
+                    # What it sent does not decode, or is not finite: the next microbatch had better go elsewhere.
+                    self._router.failed(sender, self.stage.clock.monotonic())
+                raise
         self._returned(hop, work, returned)
         return Passed(loss, returned.gradient)
 
@@ -163,7 +169,7 @@ class Pipeline:
             return run(lambda: runtime.forward_frozen(hop, work, model), worker.BACKGROUND)
 
         frame = await self._computed(forward(), partial=False)
-        result = await self._carry(hop + 1, id, work, frame, forward, evaluate=watermark + 1)
+        result, _ = await self._carry(hop + 1, id, work, frame, forward, evaluate=watermark + 1)
         assert isinstance(result, Evaluated)
         return result
 
@@ -209,8 +215,10 @@ class Pipeline:
         frame: Frame,
         forward: Callable[[], Awaitable[Frame]],
         evaluate: int = 0,
-    ) -> Result:
+    ) -> tuple[Result, str]:
         """Find a replica of `hop`, send, wait for the way back; again elsewhere when it fails.
+
+        Returns what came back, and the peer id that sent it.
 
         forward: what made `frame`, to make it again. evaluate: 0 to train, else a snapshot's watermark + 1.
         """
@@ -223,16 +231,18 @@ class Pipeline:
             if trip.cargo.frame is None:
                 trip.cargo.frame = await self._computed(forward(), trip.partial)
             try:
-                return await self._attempt(trip, replica)
+                return await self._attempt(trip, replica), replica.peer_id
             except Busy:
                 self._router.busy(replica.peer_id, self.stage.clock.monotonic())
+                # There is a way, it is only full: that may last.
+                trip.troubled_since = None
             except Refused as error:
                 trip.refused[replica.peer_id] = str(error)
             except LinkLost as error:
                 self._router.failed(replica.peer_id, self.stage.clock.monotonic())
                 event(log, "resend", level=logging.DEBUG, peer=replica.name, hop=hop, reason=str(error))
-                # How far it came there is unknown: stages behind it may have added it.
-                self._again(trip, partial=True)
+                # Once it was sent whole, how far it came is unknown: stages behind may have added it.
+                self._again(trip, partial=trip.cargo.frame is None)
                 # A new trouble, however long the peer had worked on it.
                 trip.troubled_since = self.stage.clock.monotonic()
             except Dropped as dropped:
@@ -252,7 +262,9 @@ class Pipeline:
         try:
             result = await self._link(replica, trip.hop).carry(self._offer(trip), trip.cargo)
             elapsed = self.stage.clock.monotonic() - began
-            self.stage.metrics.count("evaluation_sent_bytes" if trip.evaluate else "activation_sent_bytes", size)
+            self.stage.metrics.count(
+                "evaluation_sent_bytes" if trip.evaluate else "activation_sent_bytes", size
+            )
             return result
         finally:
             if elapsed is None:
@@ -261,7 +273,7 @@ class Pipeline:
                 self._router.returned(replica.peer_id, elapsed)
 
     def _again(self, trip: _Trip, partial: bool) -> None:
-        if trip.attempt == trip.first_attempt:
+        if trip.attempt == trip.first_attempt and trip.cargo.frame is None:
             self.stage.metrics.count("microbatches_replayed")
         trip.partial |= partial
         trip.attempt = self.stage.rng.getrandbits(32)

@@ -5,7 +5,8 @@
 The yardstick is plain torch with activation recomputation (transformers' gradient checkpointing), fused AdamW, the
 same microbatches and the same frozen embedding, with one and with two threads; the better one counts. The swarm is the
 README's: a seed and three stages, the middle one with two replicas, one thread each, dense codec, DHT, gRPC on
-loopback. Also recorded: the highest private (anonymous) memory of every daemon, with weights, gradients and optimizer state in it.
+loopback. Also recorded: the highest private (anonymous) memory of every daemon, with weights, gradients and optimizer
+state in it.
 Needs the packaged model (about 100 MB from the package index, once). Nothing else should run on the machine.
 """
 
@@ -37,7 +38,9 @@ def spec_text(steps: int) -> str:
     spec = tomllib.loads(text)
     batch = spec["optim"]["inner_batch"] * spec["data"]["seq_len"]
     head = text.partition("[snapshot]")[0]
-    return f"{head}[snapshot]\nevery_tokens = {10 * steps * batch}\nevaluate = false\n[stop]\nsteps = {steps}\n"
+    return (
+        f"{head}[snapshot]\nevery_tokens = {10 * steps * batch}\nevaluate = false\n[stop]\nsteps = {steps}\n"
+    )
 
 
 def alone(spec: dict, threads: int, steps: int) -> float:
@@ -46,7 +49,11 @@ def alone(spec: dict, threads: int, steps: int) -> float:
         f"print(b.train({spec!r}, {threads}, {steps}))"
     )
     out = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)}
+        [sys.executable, "-c", code],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
     )
     return float(out.stdout.split()[-1])
 
@@ -88,7 +95,9 @@ def swarm(steps: int) -> tuple[float, list[dict]]:
         (folder / "run.toml").write_text(spec_text(steps))
         command = [sys.executable, "-m", "meshd", "swarm", str(folder / "run.toml"), "--replicas", "1,2,1"]
         with open(folder / "log", "w") as log:
-            child = subprocess.Popen([*command, "--directory", str(folder / "d"), "--no-ui"], stdout=log, stderr=log)
+            child = subprocess.Popen(
+                [*command, "--directory", str(folder / "d"), "--no-ui"], stdout=log, stderr=log
+            )
             memory: dict[str, dict] = {}
             while child.poll() is None:
                 time.sleep(2)
@@ -114,7 +123,9 @@ def watch(directory: Path, memory: dict[str, dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=12, help="inner steps of the swarm")
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/swarm_speed.json")
     options = parser.parse_args()
@@ -128,7 +139,9 @@ def main() -> None:
     rows.append({"arm": "swarm 1,2,1", "tokens_per_s": round(speed, 1), "of_single": round(speed / best, 3)})
     result = {
         "command": " ".join(["scripts/benchmarks/swarm_speed.py", *sys.argv[1:]]),
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip(),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
+        ).stdout.strip(),
         "machine": f"{platform.machine()}, {psutil.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB",
         "date": datetime.date.today().isoformat(),
         "rows": rows,

@@ -133,7 +133,7 @@ class Peer:
 
     async def exchange(self, other: str) -> bool:
         """Open one exchange. True: it was completed."""
-        return await self.gossip_service._try(Replica(other, other, f"{other}:1"), set())
+        return await self.gossip_service.exchange_with(Replica(other, other, f"{other}:1"))
 
     @property
     def vector(self) -> torch.Tensor:
@@ -363,9 +363,8 @@ def test_a_busy_partner_refuses_and_is_asked_again_until_it_is_free() -> None:
     async def main() -> None:
         async with peers("ab") as (_, (a, b)), asyncio.TaskGroup() as tasks:
             b.gossip_service._busy = True
-            tried: set[str] = set()
-            assert not await a.gossip_service._try(Replica("b", "b", "b:1"), tried)
-            assert (a.counted("gossip_busy"), a.counted("gossip_failed"), tried) == (1, 0, set())
+            assert not await a.exchange("b")
+            assert (a.counted("gossip_busy"), a.counted("gossip_failed")) == (1, 0)
             running = tasks.create_task(a.gossip_service.run())
             a.gossip_service.stepped()
             await asyncio.sleep(0.25)
@@ -390,10 +389,14 @@ def test_a_replica_of_another_run_stage_or_size_is_refused(change: dict[str, obj
     async def main() -> None:
         async with peers("ab", b=change) as (_, (a, b)):
             before = a.vector, b.vector
-            tried: set[str] = set()
-            assert not await a.gossip_service._try(Replica("b", "b", "b:1"), tried)
-            assert tried == {"b"}
+            assert not await a.exchange("b")
             assert (a.counted("gossip_busy"), a.counted("gossip_failed")) == (0, 1)
+            # Left alone for a while, whatever happens.
+            running = asyncio.create_task(a.gossip_service.run())
+            a.gossip_service.stepped()
+            await asyncio.sleep(20)
+            running.cancel()
+            assert a.counted("gossip_failed") == 1
             assert b.counted("gossip_failed") == 1
             assert torch.equal(a.vector, before[0])
             assert torch.equal(b.vector, before[1])
