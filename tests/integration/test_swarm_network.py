@@ -110,7 +110,9 @@ def test_two_neighbours_are_cut_off_and_meet_again(
             await s.gathered(["a0"], ["a1"])
             await s.until(lambda: s.tokens("a0") >= 3 * spec.batch_tokens)
             # A gradient is on its way: what was cut off had been sent whole.
-            await s.until(lambda: s.counted("microbatches_added", "a1") > s.counted("microbatches_added", "a0"))
+            await s.until(
+                lambda: s.counted("microbatches_added", "a1") > s.counted("microbatches_added", "a0")
+            )
             s.cut(["a0"], ["a1"])
             before = s.tokens("a0")
             await s.clock.sleep(20.0)
