@@ -22,7 +22,7 @@ from meshd.pipeline.worker import GOSSIP, DeviceWorker
 from meshd.proto import meshd_pb2 as pb
 from meshd.transport.base import CHUNK_BYTES, Duplex, LinkLost
 
-SEGMENT_BYTES = 8 << 20
+SEGMENT_BYTES = 4 << 20
 
 T = TypeVar("T")
 
