@@ -25,7 +25,7 @@ from meshd.discovery.p2pd import Endpoint
 from meshd.discovery.registry import Registry
 from meshd.discovery.remembered import Remembered
 from meshd.discovery.static import StaticRegistry
-from meshd.errors import MeshdError, MismatchError, ResourceError
+from meshd.errors import MismatchError, ResourceError, ungrouped
 from meshd.identity import Identity
 from meshd.observe.daemonfile import DaemonFile
 from meshd.observe.log import event
@@ -67,24 +67,11 @@ async def run_daemon(config: PeerConfig, spec: RunSpec | None, link: SwarmLink |
             run = known if known is not None and known.run_id == link.run_id else None
         daemon = Daemon(config, state_dir, identity, link)
         try:
-            with _signals(daemon):
+            with _signals(daemon), ungrouped():
                 await daemon.run(run, folder)
-        except BaseExceptionGroup as group:
-            raise _spoken(group) from None
         finally:
             DaemonFile.remove(state_dir)
     return 0
-
-
-def _spoken(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one failure that the user is told: the first MeshdError, unless there is a bug beside it."""
-    expected, bugs = group.split(MeshdError)
-    if bugs is not None or expected is None:
-        return group
-    first: BaseException = expected
-    while isinstance(first, BaseExceptionGroup):
-        first = first.exceptions[0]
-    return first
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from meshd.data.microbatch import Microbatch
 from meshd.data.stream import TokenStream
+from meshd.errors import ungrouped
 from meshd.observe.log import event
 from meshd.pipeline.dropped import Dropped
 from meshd.pipeline.journal import Journal
@@ -141,15 +142,10 @@ class Injector:
                 result = await self._pipeline.evaluate(0, id, work, watermark)
                 losses.append((result.loss_sum, result.label_tokens))
 
-        try:
+        with ungrouped():
             async with asyncio.TaskGroup() as tasks:
                 for batch in batches:
                     tasks.create_task(one(batch))
-        except ExceptionGroup as group:
-            dropped, rest = group.split(Dropped)
-            if dropped is None or rest is not None:
-                raise
-            raise dropped.exceptions[0] from None
         total = sum(tokens for _, tokens in losses)
         loss = sum(value for value, _ in losses) / total
         return pb.LossPoint(tokens=watermark, loss=loss, time=stage.clock.time(), label_tokens=total)

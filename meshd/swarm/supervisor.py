@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshd.clock import Clock
-from meshd.errors import MeshdError, NetworkError, ResourceError
+from meshd.errors import MeshdError, NetworkError, ResourceError, ungrouped
 from meshd.observe.daemonfile import DaemonFile
 from meshd.observe.status import fetch_status
 from meshd.proto import meshd_pb2 as pb
@@ -107,20 +107,15 @@ class Supervisor:
         on_status: called with every reply of the seed. Raises MeshdError when the seed cannot be started, when the
         last replica of a stage is given up, or when the export fails.
         """
-        try:
+        # The first cause speaks; the rest are its consequences, or have been told.
+        with ungrouped():
             async with asyncio.TaskGroup() as group:
                 kept = [group.create_task(self._keep(SEED))]
                 outcome = await self._lead(group, kept, on_status)
                 # On an exception the group cancels them itself.
                 for task in kept:
                     task.cancel()
-            return outcome
-        except BaseExceptionGroup as failures:
-            # The first cause speaks; the rest are its consequences, or have been told.
-            expected, others = failures.split(MeshdError)
-            if others is not None or expected is None:
-                raise
-            raise _first(expected) from None
+        return outcome
 
     async def _lead(
         self,
@@ -260,8 +255,3 @@ class Supervisor:
         if code != 0:
             log = self.plan.log("export")
             raise MeshdError(f"the export ended with exit code {code}. End of {log}:\n{log_tail(log)}")
-
-
-def _first(group: BaseExceptionGroup[MeshdError]) -> MeshdError:
-    first = group.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
