@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 # Between a claim and the second look at the swarm: long enough for claims made at the same time to be seen.
 _SETTLE_S = 2.0
 _SETTLE_ROUNDS = 8
+_SIGN_OF_LIFE_S = 60.0
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -275,7 +276,7 @@ class StagePeer:
         await snapshots.save_live()
 
     def _stepped(self, report: StepReport, gossip: Gossip) -> None:
-        self._directory.me.weight_version += not report.skipped
+        self._directory.me.weight_version = self.runtime.version
         if report.skipped:
             event(
                 log, "step_skipped", level=logging.WARNING, reason="gradient not finite", tokens=report.tokens
@@ -289,15 +290,31 @@ class StagePeer:
         return self._doing
 
     async def _watch(self, worker: DeviceWorker) -> None:
-        """Gauges that nobody pushes."""
+        """Gauges that nobody pushes, and a sign of life for whoever watches the log."""
         before, since = worker.busy_s, self._clock.monotonic()
+        told = since
         while True:
             await self._clock.sleep(1.0)
             now = self._clock.monotonic()
+            if now - told >= _SIGN_OF_LIFE_S:
+                told = now
+                self._tell()
             self._parts.metrics.gauge("device_busy_share", (worker.busy_s - before) / max(1e-9, now - since))
             self._parts.metrics.gauge("device_queue", worker.waiting)
             before, since = worker.busy_s, now
             self._directory.me.tokens_per_s = self._parts.metrics.value("tokens_per_s")
+
+    def _tell(self) -> None:
+        me, total = self._directory.me, self._directory.counter.total
+        event(
+            log,
+            "alive",
+            stage=me.stage,
+            doing=self._status.doing(),
+            tokens_per_s=round(me.tokens_per_s, 1),
+            steps=me.weight_version,
+            run=f"{total / self._run.spec.stop_tokens:.1%}",
+        )
 
     async def _source(self, pipeline: Pipeline, snapshots: Snapshots, number: int) -> None:
         """On stage 0: evaluate the base model, inject until the end, evaluate snapshots as they come."""

@@ -59,7 +59,8 @@ class PeerServicer(object):
     """
 
     def Hello(self, request, context):
-        """First call on every new connection, by the dialler. Refused with FAILED_PRECONDITION when run or protocol differ.
+        """By a joiner, before it asks for anything else. Refused with FAILED_PRECONDITION when run or protocol differ. Links
+        and exchanges begin with a message that says the same.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
