@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import threading
 import weakref
 
@@ -46,6 +47,40 @@ async def test_backward_goes_before_forward_before_gossip_then_in_order_of_arriv
     assert done == [
         (priority, turn) for priority in (BACKWARD, FORWARD, GOSSIP, BACKGROUND) for turn in (0, 1)
     ]
+
+
+@pytest.mark.parametrize(
+    ("priority", "overtaking"), [(BACKWARD, 48), (FORWARD, 32), (GOSSIP, 16), (BACKGROUND, 0)]
+)
+async def test_only_so_many_later_jobs_overtake_one_in_the_background(priority: int, overtaking: int) -> None:
+    done: list[str] = []
+    async with DeviceWorker() as worker, asyncio.TaskGroup() as tasks:
+        gate = await held(worker, tasks)
+        worker.submit(lambda: done.append("snapshot"), BACKGROUND)
+        for _ in range(100):
+            worker.submit(lambda: done.append("later"), priority)
+        gate.opened.set()
+    assert len(done) == 101
+    assert done.index("snapshot") == overtaking
+
+
+async def test_a_device_that_is_always_busy_gets_to_the_background() -> None:
+    """Each backward pass brings the next two, as a pipeline does whose senders are faster than this peer."""
+    snapshot, passes = threading.Event(), itertools.count()
+
+    async with DeviceWorker() as worker, asyncio.TaskGroup() as tasks:
+
+        def backward() -> None:
+            if not snapshot.is_set() and next(passes) < 1000:
+                for _ in range(2):
+                    worker.submit(backward, BACKWARD)
+
+        gate = await held(worker, tasks)
+        worker.submit(backward, BACKWARD)
+        taken = worker.submit(snapshot.set, BACKGROUND)
+        gate.opened.set()
+        await asyncio.wrap_future(taken)
+    assert next(passes) < 1000
 
 
 async def test_cancelling_takes_a_waiting_job_out_and_lets_a_running_one_end() -> None:
