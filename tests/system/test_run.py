@@ -76,7 +76,7 @@ def test_status_while_running_shows_every_peer(run: Run) -> None:
     assert {peer["doing"] for peer in reply["peers"]} == {"serving stage 1"}
     assert reply["self"]["role"] == "ROLE_SEED"
     assert not reply["finished"]
-    assert int(reply["stop_tokens"]) == 10 * 4 * 32
+    assert int(reply["stop_tokens"]) == TOKENS
 
 
 def test_status_of_the_finished_run_is_complete(run: Run) -> None:
