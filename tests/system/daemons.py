@@ -119,12 +119,18 @@ class Launcher:
     ) -> Daemon:
         """Start `meshd ARGUMENTS --state-dir ROOT/NAME`, as peer NAME."""
         state = state or self.root / name
-        log = self.root / f"{name}.log"
         options = ("--state-dir", str(state), "--name", name, "--threads", "1")
+        return self.spawn(name, [*command, *arguments, *options], state, environment)
+
+    def spawn(
+        self, name: str, command: Sequence[str], state: Path, environment: Mapping[str, str] | None = None
+    ) -> Daemon:
+        """Start `command`; what it prints is appended to ROOT/NAME.log."""
+        log = self.root / f"{name}.log"
         with log.open("ab") as output:
             before = output.tell()
             process = subprocess.Popen(
-                [*command, *arguments, *options],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -184,6 +190,16 @@ def meshd(*arguments: str, command: Sequence[str] = MESHD, timeout_s: float = LO
         check=False,
     )
     return Finished(done.returncode, done.stdout, done.stderr)
+
+
+def family(daemon: Daemon) -> list[psutil.Process]:
+    """The daemon's process and those it has started."""
+    process = psutil.Process(daemon.pid)
+    return [process, *process.children(recursive=True)]
+
+
+def nothing_left(processes: Sequence[psutil.Process]) -> bool:
+    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
 def status(daemon: Daemon) -> pb.StatusReply:

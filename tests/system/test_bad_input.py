@@ -192,6 +192,7 @@ def test_clock_skew_is_said(swarm: Swarm) -> None:
     peer.leave()
 
 
+@pytest.mark.slow
 def test_c29_a_full_disk_does_not_stop_training_and_status_says_so(swarm: Swarm, tmp_path: Path) -> None:
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128m", "none", tmp_path], check=False).returncode:
         pytest.skip("no right to mount a small file system")

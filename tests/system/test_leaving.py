@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
-from daemons import Daemon, Launcher, launcher, status, until, write_spec
+from daemons import Daemon, Launcher, family, launcher, nothing_left, status, until, write_spec
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
@@ -63,16 +62,6 @@ def swarm(tiny_model: Path, adapt_text: Path, tmp_path_factory: pytest.TempPathF
             daemon.leave()
 
 
-def family(daemon: Daemon) -> list[psutil.Process]:
-    """The daemon's process and those it has started."""
-    process = psutil.Process(daemon.pid)
-    return [process, *process.children(recursive=True)]
-
-
-def nothing_left(processes: list[psutil.Process]) -> bool:
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
-
-
 def test_c30_sigterm_leaves_in_good_order(swarm: Swarm) -> None:
     peer = swarm.other()
     swarm.seed.wait_log("peer_found peer=other")
@@ -89,6 +78,7 @@ def test_c30_sigterm_leaves_in_good_order(swarm: Swarm) -> None:
     swarm.trains_on(swarm.first)
 
 
+@pytest.mark.slow
 def test_c30_ctrl_c_reaches_the_whole_process_group(swarm: Swarm) -> None:
     """As a terminal sends it: p2pd must be there until the record is taken back."""
     peer = swarm.other()
@@ -101,6 +91,7 @@ def test_c30_ctrl_c_reaches_the_whole_process_group(swarm: Swarm) -> None:
     swarm.seed.wait_log("peer_gone peer=other", timeout_s=20)
 
 
+@pytest.mark.slow
 def test_c30_a_second_signal_ends_it_at_once(swarm: Swarm) -> None:
     # Stopped meanwhile, so that it finds both when it goes on.
     peer = swarm.other()
@@ -132,6 +123,7 @@ def steps(daemon: Daemon) -> int:
     return status(daemon).self.weight_version
 
 
+@pytest.mark.slow
 def test_a_seed_may_die_and_comes_back_where_it_was(swarm: Swarm) -> None:
     swarm.seed.signal(signal.SIGKILL)
     assert swarm.seed.ended() == -signal.SIGKILL

@@ -98,7 +98,7 @@ def test_replicas_of_a_stage_end_alike(run: Run) -> None:
         assert torch.equal(value, right[name]), name
 
 
-@pytest.mark.parametrize("source", ["state directory", "link"])
+@pytest.mark.parametrize("source", ["state directory", pytest.param("link", marks=pytest.mark.slow)])
 def test_export_is_a_checkpoint_with_the_reported_held_out_loss(
     run: Run, source: str, tmp_path: Path
 ) -> None:
