@@ -158,11 +158,23 @@ def run(
     peers: Annotated[
         str | None, typer.Option(metavar="LINK", help="Join these peers of the same run.")
     ] = None,
+    registry: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="TOML file that lists all peers, in place of the DHT (see README)."
+        ),
+    ] = None,
 ) -> None:
     """Start a run as its operator: prepares model and data, then serves them; prints the link for `meshd join`."""
+    if peers is not None and registry is not None:
+        raise ConfigError(
+            "--registry", str(registry), "--peers says already where peers are", "give one of the two"
+        )
     spec = load_run_spec(run_file)
     options = _given(locals())
-    raise typer.Exit(_daemon(load_peer_config(config, options), spec, peers))
+    # Absolute: the link that is logged names the file.
+    listed = registry.absolute() if registry is not None else None
+    raise typer.Exit(_daemon(load_peer_config(config, options), spec, peers, listed))
 
 
 @app.command()
@@ -301,7 +313,7 @@ def run_loop(work: Coroutine[Any, Any, R]) -> R:
         return runner.run(work)
 
 
-def _daemon(config: PeerConfig, spec: RunSpec | None, link: str | None) -> int:
+def _daemon(config: PeerConfig, spec: RunSpec | None, link: str | None, registry: Path | None = None) -> int:
     """Run one daemon to its end; its exit code."""
     prepare_environment(config.threads)
     from meshd.observe.log import setup_logging
@@ -315,7 +327,7 @@ def _daemon(config: PeerConfig, spec: RunSpec | None, link: str | None) -> int:
 
     async def work() -> int:
         async with ending_with_parent(os.environ.get(PARENT_VARIABLE)):
-            return await run_daemon(config, spec, parsed)
+            return await run_daemon(config, spec, parsed, registry)
 
     return run_loop(work())
 

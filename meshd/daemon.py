@@ -36,6 +36,7 @@ from meshd.peer.resolve import load_run, resolve, run_directory
 from meshd.proto import meshd_pb2 as pb
 from meshd.state.disk import disk_faults
 from meshd.state.lock import lock_state_dir
+from meshd.transport.base import Transport
 from meshd.transport.grpc_client import GrpcTransport
 from meshd.transport.grpc_server import serve
 
@@ -45,11 +46,14 @@ _REMEMBER_S = 10.0
 _ROLES = {"stage": pb.ROLE_STAGE, "seed": pb.ROLE_SEED}
 
 
-async def run_daemon(config: PeerConfig, spec: RunSpec | None, link: SwarmLink | None) -> int:
+async def run_daemon(
+    config: PeerConfig, spec: RunSpec | None, link: SwarmLink | None, registry: Path | None = None
+) -> int:
     """Run one peer until its run has ended or a signal asks it to leave. Returns the exit code.
 
     spec: given by the operator (`meshd run`), who makes the run from it; link: given to join a swarm. With both, the
-    operator's peer joins a swarm of that run. Raises MeshdError for what the user must know.
+    operator's peer joins a swarm of that run. registry: with `spec`, in place of a link, the file that lists the peers.
+    Raises MeshdError for what the user must know.
     """
     state_dir = config.state_dir.expanduser()
     with lock_state_dir(state_dir):
@@ -59,7 +63,10 @@ async def run_daemon(config: PeerConfig, spec: RunSpec | None, link: SwarmLink |
         run: ResolvedRun | None
         if spec is not None:
             event(log, "preparing_run", name=spec.name)
-            run, folder = await asyncio.to_thread(resolve, spec, state_dir, identity.peer_id)
+            made, folder = await asyncio.to_thread(resolve, spec, state_dir, identity.peer_id)
+            run = made
+            if registry is not None:
+                link = SwarmLink(made.run_id, file=registry)
         else:
             assert link is not None
             folder = run_directory(state_dir, link.run_id)
@@ -133,8 +140,8 @@ class Daemon:
             peer.leave()
         async with (
             serve(peer.handlers, config.listen, config.port) as server,
-            self._registered(me.run_id, run, folder) as registry,
             _closing(GrpcTransport()) as transport,
+            self._registered(me.run_id, run, folder, transport) as registry,
         ):
             host = announced_hosts(config.listen, config.announce)[0]
             me.address = f"[{host}]:{server.port}" if ":" in host else f"{host}:{server.port}"
@@ -165,13 +172,13 @@ class Daemon:
 
     @asynccontextmanager
     async def _registered(
-        self, run_id: str, run: ResolvedRun | None, folder: Path
+        self, run_id: str, run: ResolvedRun | None, folder: Path, transport: Transport
     ) -> AsyncIterator[Registry]:
         """The registry that the link names; the DHT, alone, without one."""
         config, link = self.config, self.link
         if link is not None and link.file is not None:
             registry: Registry = await StaticRegistry.start(
-                link.file, run_id, self.identity.peer_id, self.clock
+                link.file, run_id, self.identity.peer_id, transport, self.clock
             )
         else:
             before = await asyncio.to_thread(Remembered.read, folder)

@@ -28,7 +28,7 @@ def seal(record: pb.Record, identity: Identity) -> bytes:
     """The serialized RecordEnvelope of `record`, signed. Raises ValueError when it is too large or not one's own."""
     if record.peer_id != identity.peer_id:
         raise ValueError(f"record of {record.peer_id} cannot be signed by {identity.peer_id}")
-    if problem := _content_problem(record):
+    if problem := content_problem(record):
         raise ValueError(f"record cannot be announced: {problem}")
     body = record.SerializeToString(deterministic=True)
     envelope = pb.RecordEnvelope(
@@ -65,7 +65,7 @@ class Opener:
             return "peer id does not belong to the public key"
         if record.run_id != self._run_id:
             return f"belongs to run {record.run_id[:40]!r}"
-        if problem := _content_problem(record):
+        if problem := content_problem(record):
             return problem
         if record.expires > now + MAX_AHEAD_S + SKEW_S:
             return f"expires {record.expires - now:.0f} s ahead, more than {MAX_AHEAD_S:.0f}"
@@ -149,7 +149,7 @@ def _age_key(record: pb.Record) -> tuple[int, int]:
     return record.incarnation, record.version
 
 
-def _content_problem(record: pb.Record) -> str | None:
+def content_problem(record: pb.Record) -> str | None:
     """What in the record's fields is out of its bounds (meshd.proto), or None."""
     if record.role not in (pb.ROLE_STAGE, pb.ROLE_SEED):
         return f"unknown role {record.role}"

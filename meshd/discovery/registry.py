@@ -25,6 +25,9 @@ class Registry(Protocol):
 
     @property
     def peers(self) -> Sequence[pb.Record]:
-        """Valid, unexpired records of the run at the last refresh, this peer's own left out. Never blocks."""
+        """Valid, unexpired records of the run at the last refresh, this peer's own left out. Never blocks.
+
+        A record without a state or protocol is of a peer that others say should be there, and that has not answered.
+        """
 
     async def close(self) -> None: ...

@@ -1,16 +1,20 @@
 """The Registry in a file: a small private swarm without a DHT, its peers listed by the operator.
 
-    run_id = "0123456789abcdef0123456789abcdef01234567"
-
     [[peer]]
-    id = "12D3KooW..."           # printed by `meshd` at its start
-    address = "10.0.0.2:31331"   # host:port of its gRPC server
-    stage = 0                    # left out: holds none
+    id = "12D3KooW..."           # named by `meshd` at its start
+    address = "10.0.0.2:31331"   # host:port of its gRPC server: what it was given as --announce and --port
+    stage = 0                    # left out: where the swarm needs it most
     role = "stage"               # or "seed"; left out: stage
     name = "attic"               # left out: none
 
-Peers read the file again when it changes. They never write it: `announce` only checks that the file says of this peer
-what it says of itself, since all others go by the file. Whether a listed peer is up shows at the handshake.
+    run_id = "..."               # above the peers; left out: whatever run the link names
+
+The operator starts with `meshd run RUN.toml --role seed --registry FILE`, the others with a copy of the file and
+`meshd join meshd:RUNID@file:FILE`, the link that the seed logs. A peer that is not listed yet says so, with its id.
+
+Peers read the file again when it changes. They never write it: `announce` checks that the file says of this peer what
+it says of itself, since all others go by the file. It gives addresses only; what the peers are and do they say
+themselves, asked by `hello` at every refresh.
 """
 
 from __future__ import annotations
@@ -26,13 +30,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from meshd import PROTOCOL_VERSION
 from meshd.clock import Clock
-from meshd.errors import ConfigError, ResourceError
+from meshd.discovery.records import content_problem, is_withdrawn
+from meshd.errors import ConfigError, MeshdError, ResourceError
 from meshd.identity import public_key_of
+from meshd.observe.log import event
 from meshd.proto import meshd_pb2 as pb
+from meshd.transport.base import Transport
 
 log = logging.getLogger(__name__)
 
-_LIFE_S = 120.0  # of a record made from the file, from the last look at it
+# Of what a peer said: it outlives some lost questions, as a record in the DHT does.
+_LIFE_S = 15.0
+# A peer that hangs must not hold up a refresh, which the daemon makes every few seconds.
+_ANSWER_S = 3.0
 _Stamp = tuple[int, int, int]
 
 
@@ -52,15 +62,14 @@ class _Entry(BaseModel):
         return value
 
     def record(self, run_id: str, expires: float) -> pb.Record:
+        """Of the peer as listed: without state and protocol, which only the peer itself can tell."""
         return pb.Record(
             run_id=run_id,
             peer_id=self.id,
             name=self.name,
             role=pb.ROLE_STAGE if self.role == "stage" else pb.ROLE_SEED,
             stage=self.stage,
-            state=pb.PEER_STATE_WORKING,
             address=self.address,
-            protocol=PROTOCOL_VERSION,  # what it really speaks shows at the handshake
             expires=expires,
         )
 
@@ -68,7 +77,7 @@ class _Entry(BaseModel):
 class _File(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    run_id: str = Field(pattern=r"^[0-9a-f]{40}$")
+    run_id: str | None = Field(None, pattern=r"^[0-9a-f]{40}$")
     peer: list[_Entry] = Field(min_length=1, max_length=1000)
 
     @field_validator("peer")
@@ -83,17 +92,24 @@ class _File(BaseModel):
 class StaticRegistry:
     """Registry of run `run_id` from the TOML file `path`, for peer `me`. Make it with `start`."""
 
-    def __init__(self, path: Path, run_id: str, me: str, clock: Clock) -> None:
-        self._path, self._run_id, self._me, self._clock = path, run_id, me, clock
+    def __init__(self, path: Path, run_id: str, me: str, transport: Transport, clock: Clock) -> None:
+        self._path, self._run_id, self._me = path, run_id, me
+        self._transport, self._clock = transport, clock
         self._entries: dict[str, _Entry] = {}
         self._stamp: _Stamp | None = None
-        self._expires = 0.0
         self._complaint = ""
+        self._mine = pb.Record(peer_id=me)
+        self._heard: dict[str, pb.Record] = {}
+        self._silent: dict[str, str] = {}  # peer id: why, as last logged
+        self._looking = asyncio.Lock()
+        self._looks = 0
 
     @classmethod
-    async def start(cls, path: Path, run_id: str, me: str, clock: Clock) -> StaticRegistry:
+    async def start(
+        cls, path: Path, run_id: str, me: str, transport: Transport, clock: Clock
+    ) -> StaticRegistry:
         """Read the file. Raises ConfigError when it is not right or of another run, ResourceError when not readable."""
-        self = cls(path, run_id, me, clock)
+        self = cls(path, run_id, me, transport, clock)
         await self._read_if_changed()
         return self
 
@@ -108,9 +124,11 @@ class StaticRegistry:
                 f'add [[peer]] with id = "{self._me}"',
             )
         listed = entry.record(self._run_id, 0.0)
+        # The file leaves the stage to the peer, or the peer holds none yet.
+        open_stage = -1 in (listed.stage, record.stage)
         pairs = {
             "address": (listed.address, record.address),
-            "stage": (listed.stage, record.stage),
+            "stage": (listed.stage, listed.stage if open_stage else record.stage),
             "role": (pb.Role.Name(listed.role), pb.Role.Name(record.role)),
         }
         for field, (there, here) in pairs.items():
@@ -121,12 +139,94 @@ class StaticRegistry:
                     f"peer {self._me} runs with {here!r}, and others go by the file",
                     f"make the file and this peer's config agree on {field}",
                 )
+        self._mine.CopyFrom(record)
 
     async def withdraw(self) -> None:
         """Nothing to take back: the operator removes the entry."""
 
     async def refresh(self) -> Sequence[pb.Record]:
-        """Look at the file. If a change made it unusable, the peers of the last good one stay, with one warning."""
+        """Look at the file and ask all listed peers: takes 3 s at most, and the time to read.
+
+        If a change made the file unusable, the peers of the last good one stay, with one warning.
+        """
+        before = self._looks
+        async with self._looking:
+            # A look that was under way when this one was asked for serves both.
+            if self._looks == before:
+                await self._read_or_complain()
+                await asyncio.gather(*(self._ask(entry) for entry in self._others()))
+                self._looks += 1
+        return self.peers
+
+    @property
+    def peers(self) -> Sequence[pb.Record]:
+        """All listed peers but this one, those who answered first; the others are without state and protocol."""
+        now = self._clock.time()
+        found = []
+        for entry in self._others():
+            heard = self._heard.get(entry.id)
+            live = heard is not None and heard.expires > now
+            found.append(heard if heard is not None and live else entry.record(self._run_id, now + _LIFE_S))
+        return sorted(found, key=is_withdrawn)
+
+    @property
+    def listed_stage(self) -> int | None:
+        """The stage that the file gives this peer; None: it chooses."""
+        entry = self._entries.get(self._me)
+        return entry.stage if entry is not None and entry.stage >= 0 else None
+
+    async def close(self) -> None:
+        """Nothing is held open."""
+
+    def _others(self) -> list[_Entry]:
+        return [entry for entry in self._entries.values() if entry.id != self._me]
+
+    async def _ask(self, entry: _Entry) -> None:
+        """Take over what a listed peer says of itself; one log line for each new reason why it does not."""
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                reply = await self._transport.hello(entry.address, self._hello(entry))
+            problem = self._problem(entry, reply.record)
+        except (MeshdError, TimeoutError) as error:
+            problem = str(error) or f"no answer within {_ANSWER_S:g} s"
+        if problem is None:
+            reply.record.address = entry.address
+            reply.record.expires = self._clock.time() + _LIFE_S
+            self._heard[entry.id] = reply.record
+            self._silent.pop(entry.id, None)
+        elif self._silent.get(entry.id) != problem:
+            self._silent[entry.id] = problem
+            event(
+                log,
+                "listed_peer_silent",
+                peer=entry.name or entry.id[-8:],
+                address=entry.address,
+                reason=problem,
+            )
+
+    def _hello(self, entry: _Entry) -> pb.HelloRequest:
+        mine = self._mine
+        met = entry.id in self._heard and entry.id not in self._silent
+        return pb.HelloRequest(
+            run_id=self._run_id,
+            protocol=PROTOCOL_VERSION,
+            peer_id=mine.peer_id,
+            name=mine.name,
+            role=mine.role,
+            stage=mine.stage,
+            incarnation=mine.incarnation,
+            wall_clock=0.0 if met else self._clock.time(),
+        )
+
+    def _problem(self, entry: _Entry, record: pb.Record) -> str | None:
+        """Why an answer is not that of the listed peer in this run, or None."""
+        if record.peer_id != entry.id:
+            return f"peer {record.peer_id[:64]!r} answers there, not {entry.id}"
+        if record.run_id != self._run_id:
+            return f"it is of run {record.run_id[:40]!r}"
+        return content_problem(record)
+
+    async def _read_or_complain(self) -> None:
         try:
             await self._read_if_changed()
             self._complaint = ""
@@ -134,18 +234,6 @@ class StaticRegistry:
             if str(error) != self._complaint:
                 self._complaint = str(error)
                 log.warning("registry file not taken over, its last good state stays: %s", error)
-        self._expires = self._clock.time() + _LIFE_S
-        return self.peers
-
-    @property
-    def peers(self) -> Sequence[pb.Record]:
-        if self._expires <= self._clock.time():
-            return ()
-        others = (entry for entry in self._entries.values() if entry.id != self._me)
-        return tuple(entry.record(self._run_id, self._expires) for entry in others)
-
-    async def close(self) -> None:
-        """Nothing is held open."""
 
     async def _read_if_changed(self) -> None:
         try:
@@ -157,7 +245,7 @@ class StaticRegistry:
         if text is None:
             return
         file = _parse(self._path, text)
-        if file.run_id != self._run_id:
+        if file.run_id not in (None, self._run_id):
             raise ConfigError(
                 f"{self._path}: run_id",
                 file.run_id,

@@ -64,8 +64,15 @@ class Directory:
 
     async def _announce(self) -> None:
         self._version += 1
+        try:
+            await self.registry.announce(self.record())
+        except NetworkError as error:
+            event(log, "announce_failed", level=logging.WARNING, reason=str(error))
+
+    def record(self) -> pb.Record:
+        """This peer, as it is now."""
         me = self.me
-        record = pb.Record(
+        return pb.Record(
             run_id=me.run_id,
             peer_id=me.peer_id,
             name=me.name,
@@ -84,10 +91,6 @@ class Directory:
             committed=self.counter.to_proto()[:64],
             claimed=me.claimed,
         )
-        try:
-            await self.registry.announce(record)
-        except NetworkError as error:
-            event(log, "announce_failed", level=logging.WARNING, reason=str(error))
 
     async def refresh(self) -> Sequence[pb.Record]:
         """Read the registry anew."""
@@ -137,7 +140,12 @@ class Directory:
 
     def _report(self, peers: Iterable[pb.Record]) -> None:
         """One line for each peer that came or went."""
-        now = {peer.peer_id: f"{peer.name or peer.peer_id[-8:]}" for peer in peers}
+        now = {
+            peer.peer_id: f"{peer.name or peer.peer_id[-8:]}"
+            for peer in peers
+            # Of a peer without a state, a file says that it should be there; it has not said so itself.
+            if peer.state != pb.PEER_STATE_UNSPECIFIED
+        }
         for peer_id, name in now.items():
             if peer_id not in self._seen:
                 event(log, "peer_found", peer=name)

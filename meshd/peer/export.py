@@ -50,7 +50,7 @@ async def export_checkpoint(source: SwarmLink | Path, dest: Path, *, watermark: 
     transport = GrpcTransport()
     try:
         if isinstance(source, SwarmLink):
-            addresses = await _find_peers(source)
+            addresses = await _find_peers(source, transport)
             return await _from_peers(source.run_id, addresses, transport, dest, watermark)
         state_dir = source
         daemon = await asyncio.to_thread(DaemonFile.read, state_dir)
@@ -78,13 +78,13 @@ def _from_disk(state_dir: Path, dest: Path, watermark: int | None) -> int:
         return chosen
 
 
-async def _find_peers(link: SwarmLink) -> list[str]:
+async def _find_peers(link: SwarmLink, transport: Transport) -> list[str]:
     """Addresses of the run's peers, by a look into its registry."""
     clock = SystemClock()
     with tempfile.TemporaryDirectory(prefix="meshd-") as folder:
         identity, _ = await asyncio.to_thread(Identity.load_or_create, Path(folder) / "identity.key")
         if link.file is not None:
-            static = await StaticRegistry.start(link.file, link.run_id, identity.peer_id, clock)
+            static = await StaticRegistry.start(link.file, link.run_id, identity.peer_id, transport, clock)
             return [peer.address for peer in await static.refresh()]
         # It only reads: nobody dials it, so it may listen where nobody can.
         registry = await DhtRegistry.start(

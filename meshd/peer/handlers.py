@@ -39,8 +39,9 @@ class DaemonHandlers:
                 "update the older meshd"
             )
         self._check_run(request.run_id)
-        report_skew(request.name, request.wall_clock - self._clock.time())
-        me = self._me
+        if request.wall_clock:
+            report_skew(request.name, request.wall_clock - self._clock.time())
+        me, directory = self._me, self._status.directory
         return pb.HelloReply(
             peer_id=me.peer_id,
             name=me.name,
@@ -50,6 +51,7 @@ class DaemonHandlers:
             wall_clock=self._clock.time(),
             state=me.state,
             software=f"meshd {__version__}",
+            record=directory.record() if directory is not None else None,
         )
 
     async def get_run(self, request: pb.GetRunRequest) -> pb.GetRunReply:

@@ -12,6 +12,7 @@ from meshd.config.peer import PeerConfig
 from meshd.config.runspec import ResolvedRun
 from meshd.discovery.dht import DhtRegistry
 from meshd.discovery.registry import Registry
+from meshd.discovery.static import StaticRegistry
 from meshd.observe.log import event
 from meshd.observe.metrics import Metrics
 from meshd.optim.schedule import TokenCounter
@@ -80,5 +81,11 @@ class Peer:
         if self._config.role == "seed":
             self.role = SeedPeer(run, supply, parts.handlers, parts.status)
         else:
-            self.role = StagePeer(self._config, supply, parts, self._rng)
+            self.role = StagePeer(self._stage_config(directory.registry), supply, parts, self._rng)
         await self.role.run()
+
+    def _stage_config(self, registry: Registry) -> PeerConfig:
+        """The config; what it leaves open, the registry's file may say."""
+        if self._config.stage is None and isinstance(registry, StaticRegistry):
+            return self._config.model_copy(update={"stage": registry.listed_stage})
+        return self._config

@@ -108,7 +108,7 @@ class HelloRequest(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., protocol: _Optional[int] = ..., peer_id: _Optional[str] = ..., name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., stage: _Optional[int] = ..., incarnation: _Optional[int] = ..., wall_clock: _Optional[float] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("peer_id", "name", "role", "stage", "incarnation", "wall_clock", "state", "software")
+    __slots__ = ("peer_id", "name", "role", "stage", "incarnation", "wall_clock", "state", "software", "record")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +117,7 @@ class HelloReply(_message.Message):
     WALL_CLOCK_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
+    RECORD_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     name: str
     role: Role
@@ -125,7 +126,8 @@ class HelloReply(_message.Message):
     wall_clock: float
     state: PeerState
     software: str
-    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., stage: _Optional[int] = ..., incarnation: _Optional[int] = ..., wall_clock: _Optional[float] = ..., state: _Optional[_Union[PeerState, str]] = ..., software: _Optional[str] = ...) -> None: ...
+    record: Record
+    def __init__(self, peer_id: _Optional[str] = ..., name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., stage: _Optional[int] = ..., incarnation: _Optional[int] = ..., wall_clock: _Optional[float] = ..., state: _Optional[_Union[PeerState, str]] = ..., software: _Optional[str] = ..., record: _Optional[_Union[Record, _Mapping]] = ...) -> None: ...
 
 class GetRunRequest(_message.Message):
     __slots__ = ("run_id",)

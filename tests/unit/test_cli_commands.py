@@ -89,6 +89,7 @@ def test_init_into_a_missing_directory_is_exit_code_3(
         (["run", "{none}"], 2, "no such file. Fix: write one with `meshd init"),
         (["run", "{bad}"], 2, "did you mean `stages`?"),
         (["run", "{run}", "--device", "gpu"], 2, "device = 'gpu'"),
+        (["run", "{run}", "--registry", "x", "--peers", "y"], 2, "--registry = 'x': --peers says already"),
         (["join", "nonsense"], 2, "link = 'nonsense': it does not begin with `meshd:`"),
         (["swarm", "{run}", "--replicas", "1,2"], 2, "2 counts for 3 stages. Fix: write one count per stage"),
         (["swarm", "{run}", "--replicas", "1,0,1"], 2, "not a list of counts of 1 or more"),

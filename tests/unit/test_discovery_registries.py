@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from pathlib import Path
 
 import pytest
 
+from meshd import PROTOCOL_VERSION
 from meshd.discovery.memory import MemoryRegistry, MemorySwarm
 from meshd.discovery.static import StaticRegistry
-from meshd.errors import ConfigError, ResourceError
+from meshd.errors import ConfigError, MeshdError, ResourceError
 from meshd.identity import peer_id_of
+from meshd.observe.log import fields_of
 from meshd.proto import meshd_pb2 as pb
+from meshd.sim.clock import VirtualClock, run_virtual
+from meshd.transport.base import LinkLost
 
 RUN = "ab" * 20
 A, B, C = (peer_id_of(bytes([n]) * 32) for n in (1, 2, 3))
@@ -96,18 +101,129 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "registry.toml"
 
 
-async def test_static_peers_come_from_the_file_without_oneself(path: Path) -> None:
-    registry = await StaticRegistry.start(path, RUN, A, Clock())
+class Listed:
+    """The dialling side to listed peers: what stands in `said` is answered, by address. Others hang."""
+
+    def __init__(self, **said: pb.Record | MeshdError) -> None:
+        self.said: dict[str, pb.Record | MeshdError] = {
+            f"10.0.0.{n[1:]}:7000": what for n, what in said.items()
+        }
+        self.asked: list[tuple[str, pb.HelloRequest]] = []
+
+    async def hello(self, address: str, request: pb.HelloRequest) -> pb.HelloReply:
+        self.asked.append((address, request))
+        what = self.said.get(address)
+        if what is None:
+            await asyncio.Event().wait()
+        if isinstance(what, MeshdError):
+            raise what
+        return pb.HelloReply(record=what)
+
+
+GONE = LinkLost("nobody listens there")
+
+
+def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Why listed peers were said to be silent."""
+    lines = [r for r in caplog.records if r.getMessage() == "listed_peer_silent"]
+    return [fields_of(line)["reason"] for line in lines]
+
+
+def seed_record(**fields: object) -> pb.Record:
+    said = record(B, protocol=PROTOCOL_VERSION, incarnation=7, **fields)
+    said.role, said.state = pb.ROLE_SEED, pb.PEER_STATE_FINISHED
+    said.stage, said.address = -1, "127.0.0.1:9"
+    return said
+
+
+async def test_static_gives_addresses_and_the_peers_say_what_they_are(path: Path) -> None:
+    counts = [pb.Count(origin=A, tokens=640)]
+    listed = Listed(n2=seed_record(weight_version=5, committed=counts))
+    registry = await StaticRegistry.start(path, RUN, A, listed, Clock())
+    assert [r.state for r in registry.peers] == [pb.PEER_STATE_UNSPECIFIED], "nobody was asked yet"
+    await registry.announce(record(A, address="10.0.0.1:7000", stage=0, name="attic", incarnation=3))
     (seed,) = await registry.refresh()
-    assert (seed.peer_id, seed.role, seed.stage, seed.address) == (B, pb.ROLE_SEED, -1, "10.0.0.2:7000")
-    assert (seed.run_id, seed.state) == (RUN, pb.PEER_STATE_WORKING)
-    other = await StaticRegistry.start(path, RUN, B, Clock())
-    (stage,) = await other.refresh()
-    assert (stage.peer_id, stage.role, stage.stage, stage.name) == (A, pb.ROLE_STAGE, 0, "attic")
+    assert (seed.peer_id, seed.role, seed.stage, seed.state) == (B, pb.ROLE_SEED, -1, pb.PEER_STATE_FINISHED)
+    assert (seed.protocol, seed.incarnation, seed.weight_version) == (PROTOCOL_VERSION, 7, 5)
+    assert list(seed.committed) == counts
+    assert seed.address == "10.0.0.2:7000", "where the file says, not where it believes it is"
+    await registry.refresh()
+    (address, first), (_, second) = listed.asked
+    assert (address, first.run_id, first.peer_id, first.name) == ("10.0.0.2:7000", RUN, A, "attic")
+    assert (first.incarnation, first.protocol) == (3, PROTOCOL_VERSION)
+    assert (first.wall_clock, second.wall_clock) == (1000.0, 0.0), "skew is spoken of when they meet"
+
+
+def test_static_peer_that_does_not_answer_does_not_work(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(path, FILE + f'[[peer]]\nid = "{C}"\naddress = "10.0.0.3:7000"\nstage = 1\n')
+
+    async def main() -> None:
+        listed, clock = Listed(n3=record(C, stage=1, protocol=PROTOCOL_VERSION)), VirtualClock()
+        registry = await StaticRegistry.start(path, RUN, A, listed, clock)
+        looks = [asyncio.create_task(registry.refresh()) for _ in range(2)]
+        await asyncio.wait(looks)
+        assert clock.monotonic() == pytest.approx(3.0), "both looks wait for the hanging peer once"
+        up, hangs = registry.peers
+        assert (up.peer_id, up.stage, up.state) == (C, 1, pb.PEER_STATE_WORKING)
+        assert (hangs.peer_id, hangs.state, hangs.protocol) == (B, pb.PEER_STATE_UNSPECIFIED, 0)
+        assert (hangs.role, hangs.address) == (pb.ROLE_SEED, "10.0.0.2:7000")
+
+        listed.said |= {"10.0.0.2:7000": seed_record(), "10.0.0.3:7000": GONE}
+        states = {r.peer_id: r.state for r in await registry.refresh()}
+        assert states == {B: pb.PEER_STATE_FINISHED, C: pb.PEER_STATE_WORKING}, "one question lost"
+        await clock.sleep(up.expires - clock.time())
+        assert [r.peer_id for r in registry.peers if r.state] == [B]
+        await registry.refresh()
+
+    with caplog.at_level(logging.INFO):
+        run_virtual(main())
+    silent = reasons(caplog)
+    assert len(silent) == 2
+    assert "no answer within 3 s" in silent[0]
+    assert "nobody listens there" in silent[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"peer_id": C}, "answers there"),
+        ({"run_id": "cd" * 20}, "is of run"),
+        ({"name": "x" * 100}, "name of 100 characters"),
+    ],
+)
+async def test_static_takes_no_answer_of_another(
+    path: Path, fields: dict[str, str], problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = seed_record()
+    other.MergeFrom(pb.Record(**fields))  # type: ignore[arg-type]
+    registry = await StaticRegistry.start(path, RUN, A, Listed(n2=other), Clock())
+    with caplog.at_level(logging.INFO):
+        assert [r.state for r in await registry.refresh()] == [pb.PEER_STATE_UNSPECIFIED]
+        await registry.refresh()
+    (reason,) = reasons(caplog)
+    assert problem in reason
+
+
+async def test_static_stage_of_the_file_is_the_peers_own(path: Path) -> None:
+    stage = await StaticRegistry.start(path, RUN, A, Listed(), Clock())
+    await stage.announce(record(A, address="10.0.0.1:7000", stage=-1))  # before it has claimed
+    assert stage.listed_stage == 0
+    seed = await StaticRegistry.start(path, RUN, B, Listed(), Clock())
+    assert seed.listed_stage is None
+    write(path, FILE.replace("stage = 0\n", ""))
+    free = await StaticRegistry.start(path, RUN, A, Listed(), Clock())
+    assert free.listed_stage is None
+    await free.announce(record(A, address="10.0.0.1:7000", stage=1))
+
+
+async def test_static_file_need_not_name_the_run(path: Path) -> None:
+    write(path, FILE.replace(f'run_id = "{RUN}"', ""))
+    registry = await StaticRegistry.start(path, RUN, A, Listed(n2=seed_record()), Clock())
+    assert [r.run_id for r in await registry.refresh()] == [RUN]
 
 
 async def test_static_file_is_read_again_when_it_changes(path: Path) -> None:
-    registry = await StaticRegistry.start(path, RUN, A, Clock())
+    registry = await StaticRegistry.start(path, RUN, A, Listed(n2=GONE, n3=GONE), Clock())
     write(path, FILE + f'[[peer]]\nid = "{C}"\naddress = "10.0.0.3:7000"\nstage = 1\n')
     assert {r.peer_id for r in await registry.refresh()} == {B, C}
 
@@ -115,7 +231,7 @@ async def test_static_file_is_read_again_when_it_changes(path: Path) -> None:
 async def test_static_file_that_breaks_keeps_the_last_good_peers_with_one_warning(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    registry = await StaticRegistry.start(path, RUN, A, Clock())
+    registry = await StaticRegistry.start(path, RUN, A, Listed(n2=GONE, n3=GONE), Clock())
     write(path, FILE + "[[peer")
     with caplog.at_level(logging.WARNING):
         assert [r.peer_id for r in await registry.refresh()] == [B]
@@ -128,16 +244,8 @@ async def test_static_file_that_breaks_keeps_the_last_good_peers_with_one_warnin
     assert [r.peer_id for r in await registry.refresh()] == [C]
 
 
-async def test_static_records_end_when_nobody_looks_at_the_file(path: Path) -> None:
-    clock = Clock()
-    registry = await StaticRegistry.start(path, RUN, A, clock)
-    (peer,) = await registry.refresh()
-    clock.now = peer.expires
-    assert registry.peers == ()
-
-
 async def test_static_announce_checks_the_own_entry_and_writes_nothing(path: Path) -> None:
-    registry = await StaticRegistry.start(path, RUN, A, Clock())
+    registry = await StaticRegistry.start(path, RUN, A, Listed(), Clock())
     before = os.stat(path)
     await registry.announce(record(A, address="10.0.0.1:7000", stage=0))
     with pytest.raises(ConfigError, match=r"peer\.stage = 0: .* runs with 1"):
@@ -146,7 +254,7 @@ async def test_static_announce_checks_the_own_entry_and_writes_nothing(path: Pat
         ConfigError, match=r"peer\.address = '10\.0\.0\.1:7000': .* runs with '10\.0\.0\.9:1'"
     ):
         await registry.announce(record(A, address="10.0.0.9:1", stage=0))
-    stranger = await StaticRegistry.start(path, RUN, C, Clock())
+    stranger = await StaticRegistry.start(path, RUN, C, Listed(), Clock())
     with pytest.raises(ConfigError, match="this peer is not listed"):
         await stranger.announce(record(C))
     assert os.stat(path) == before
@@ -169,17 +277,17 @@ async def test_static_announce_checks_the_own_entry_and_writes_nothing(path: Pat
 async def test_static_file_errors_name_the_field(path: Path, text: str, field: str, problem: str) -> None:
     write(path, text)
     with pytest.raises(ConfigError) as caught:
-        await StaticRegistry.start(path, RUN, A, Clock())
+        await StaticRegistry.start(path, RUN, A, Listed(), Clock())
     assert field in caught.value.field
     assert problem in str(caught.value)
 
 
 async def test_static_file_missing(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match=r"cannot read the registry file .*nowhere\.toml: No such file"):
-        await StaticRegistry.start(tmp_path / "nowhere.toml", RUN, A, Clock())
+        await StaticRegistry.start(tmp_path / "nowhere.toml", RUN, A, Listed(), Clock())
 
 
 async def test_static_file_not_text(path: Path) -> None:
     write(path, b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not UTF-8"):
-        await StaticRegistry.start(path, RUN, A, Clock())
+        await StaticRegistry.start(path, RUN, A, Listed(), Clock())
