@@ -1,4 +1,7 @@
-"""What users get wrong, through the real command line: the exit code, one clear message, no traceback."""
+"""What users get wrong, through the real command line: the exit code, one clear message, no traceback.
+
+A process that gets as far as torch takes its time to start: most of these are slow.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +58,7 @@ def test_wrong_type(tmp_path: Path, tiny_model: Path, adapt_text: Path) -> None:
     refused(run(spec), 2, "data.seq_len = '32': wrong type", "tokens per sequence")
 
 
+@pytest.mark.slow
 def test_missing_model_files(tmp_path: Path, adapt_text: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
@@ -63,6 +67,7 @@ def test_missing_model_files(tmp_path: Path, adapt_text: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_corpus_shorter_than_one_sequence(tmp_path: Path, tiny_model: Path) -> None:
     (tmp_path / "text").mkdir()
     for number in range(4):
@@ -76,6 +81,7 @@ def test_corpus_with_invalid_utf8(tmp_path: Path, tiny_model: Path) -> None:
     refused(run(write_spec(tmp_path / "run.toml", tiny_model, tmp_path / "text")), 2, "bad.txt", "UTF-8")
 
 
+@pytest.mark.slow
 def test_cut_with_more_stages_than_layers(tmp_path: Path, tiny_model: Path, adapt_text: Path) -> None:
     spec = write_spec(
         tmp_path / "run.toml", tiny_model, adapt_text, model={"stages": 9, "cut": list(range(1, 9))}
@@ -86,7 +92,7 @@ def test_cut_with_more_stages_than_layers(tmp_path: Path, tiny_model: Path, adap
 # ---- this machine ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("option", ["--port", "--dht-port"])
+@pytest.mark.parametrize("option", ["--port", pytest.param("--dht-port", marks=pytest.mark.slow)])
 def test_port_in_use(spec: Path, option: str) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -95,6 +101,7 @@ def test_port_in_use(spec: Path, option: str) -> None:
         refused(run(spec, option, str(port)), 3, f"port {port}", "in use", "Fix: ")
 
 
+@pytest.mark.slow
 def test_a_file_in_place_of_the_state_directory(spec: Path) -> None:
     (spec.parent / "state").write_text("")
     refused(run(spec), 3, str(spec.parent / "state"), "a file is where a directory is needed")
@@ -118,6 +125,7 @@ def test_garbage_links() -> None:
     refused(meshd("join", "meshd:12@/ip4/1.2.3.4/tcp/1/p2p/x"), 2, "the run id '12' is not 40 hex digits")
 
 
+@pytest.mark.slow
 def test_a_registry_file_that_is_not_there(tmp_path: Path) -> None:
     done = meshd("join", f"meshd:{RUN_ID}@file:{tmp_path}/none.toml", "--state-dir", str(tmp_path / "state"))
     refused(done, 3, f"{tmp_path}/none.toml", "No such file")
@@ -163,21 +171,25 @@ def swarm(tiny_model: Path, adapt_text: Path, tmp_path_factory: pytest.TempPathF
         assert launch.sessions() == []
 
 
+@pytest.mark.slow
 def test_state_directory_in_use(swarm: Swarm) -> None:
     done = meshd("run", str(swarm.spec), "--state-dir", str(swarm.seed.state))
     refused(done, 3, str(swarm.seed.state), f"in use by another meshd (process {swarm.seed.pid})", "Fix: ")
 
 
+@pytest.mark.slow
 def test_a_link_of_another_run(swarm: Swarm) -> None:
     command = altered("import meshd.peer.join as join; join._UNSERVED_S = 1.0")
     refused(swarm.join(command, swarm.other, "other"), 5, f"nobody there is of run {RUN_ID}", "Fix: ")
 
 
+@pytest.mark.slow
 def test_another_protocol_version(swarm: Swarm) -> None:
     command = altered("import meshd; meshd.PROTOCOL_VERSION += 1")
     refused(swarm.join(command, swarm.link, "newer"), 5, "protocol", "update the older meshd")
 
 
+@pytest.mark.slow
 def test_c18_a_stage_that_does_not_fit_says_how_much_it_needs(swarm: Swarm) -> None:
     command = altered(
         "import psutil, types; psutil.virtual_memory = lambda: types.SimpleNamespace(available=1 << 20)"
@@ -185,6 +197,7 @@ def test_c18_a_stage_that_does_not_fit_says_how_much_it_needs(swarm: Swarm) -> N
     refused(swarm.join(command, swarm.link, "small"), 3, "stage 0 needs about", "GiB free", "Fix: ")
 
 
+@pytest.mark.slow
 def test_clock_skew_is_said(swarm: Swarm) -> None:
     command = altered("import time; real = time.time; time.time = lambda: real() + 10")
     peer = swarm.launch.start("ahead", "join", swarm.link, "--role", "seed", command=command)
@@ -232,6 +245,7 @@ def journal_damaged(peer: Daemon, link: str) -> None:
     refused(done, 2, str(journal), "unknown kind 'X'", "Move the file away")
 
 
+@pytest.mark.slow
 def test_a_damaged_run_file(swarm: Swarm) -> None:
     state = swarm.launch.root / "damaged"
     folder = state / "runs" / swarm.link.partition(":")[2][:16]
