@@ -6,25 +6,20 @@ import asyncio
 import logging
 import random
 
-import psutil
-import torch
-
 from meshd.config.peer import PeerConfig
 from meshd.data.dataset import Dataset
 from meshd.data.stream import TokenStream, stream_seed
-from meshd.errors import DataError, NetworkError, ResourceError
+from meshd.errors import DataError
 from meshd.gossip.service import Gossip
 from meshd.gossip.values import FlatParameters
-from meshd.model.families import load_config
-from meshd.model.stage import StageModel
-from meshd.model.weights import memory_estimate
 from meshd.observe.log import event
 from meshd.optim.inner import StepReport
 from meshd.peer.directory import Directory
 from meshd.peer.evaluation import Evaluation
 from meshd.peer.join import Supply
+from meshd.peer.loading import choose_device, load_stage
 from meshd.peer.parts import Parts
-from meshd.peer.snapshots import Snapshots, base_of, watermarks_at
+from meshd.peer.snapshots import Snapshots, base_of
 from meshd.pipeline.injector import Injector
 from meshd.pipeline.journal import Journal
 from meshd.pipeline.runtime import StageRuntime
@@ -35,8 +30,6 @@ from meshd.placement import choose_stage, settle
 from meshd.proto import meshd_pb2 as pb
 from meshd.state.donor import Donor
 from meshd.state.live import LiveBundles
-from meshd.state.stage_state import read_optimizer, read_params
-from meshd.transport.base import NotHere
 
 log = logging.getLogger(__name__)
 
@@ -44,19 +37,6 @@ log = logging.getLogger(__name__)
 _SETTLE_S = 2.0
 _SETTLE_ROUNDS = 8
 _SIGN_OF_LIFE_S = 60.0
-
-
-def choose_device(wanted: str) -> torch.device:
-    """`auto`: CUDA where there is one. Raises ResourceError when the named device is not there (C28)."""
-    if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(wanted)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ResourceError(
-            f'device = {wanted!r}: torch sees {torch.cuda.device_count()} CUDA devices. Fix: device = "cpu", '
-            "or install a CUDA build of torch and the driver"
-        )
-    return device
 
 
 async def claim_stage(directory: Directory, stages: int, wanted: int | None) -> None:
@@ -118,7 +98,8 @@ class StagePeer:
         me.state = pb.PEER_STATE_SYNCING
         await self._directory.announce()
         device = choose_device(self._config.device)
-        self._runtime = await self._load(me.stage, device)
+        self._doing = f"getting the state of stage {me.stage}"
+        self._runtime = await load_stage(self._supply, me.stage, device)
         async with DeviceWorker() as worker:
             await self._work(self._runtime, worker)
 
@@ -136,84 +117,6 @@ class StagePeer:
         """The stage whose state this peer has from its last time in this run: going on with it costs no download."""
         held = [n for n in range(self._run.stages) if f"live/{n}" in self._supply.store.names()]
         return held[0] if len(held) == 1 else None
-
-    # ---- state ------------------------------------------------------------------------------------------------------
-
-    async def _load(self, number: int, device: torch.device) -> StageRuntime:
-        """The stage with the best state there is: a working replica's, this peer's own, or the base model's."""
-        self._doing = f"getting the state of stage {number}"
-        supply, resolved = self._supply, self._run.resolved
-        folder = await supply.tokenizer()
-        config = load_config(folder)
-        spec = self._run.spec.data
-        estimate = await asyncio.to_thread(
-            memory_estimate, config, resolved.cut, resolved.tied, number, spec.microbatch, spec.seq_len
-        )
-        check_memory(estimate.total, str(estimate), device, number)
-        await supply.base(number)
-        if number == 0:
-            await supply.data()
-        newest = await self._newest_state(number)
-        model = StageModel(config, resolved.cut, resolved.tied, number)
-        await asyncio.to_thread(
-            model.load, supply.store.path(f"base/{number}", "weights.safetensors"), device
-        )
-        runtime = StageRuntime(self._run, model, device)
-        if newest is not None:
-            await asyncio.to_thread(self._restore, runtime, newest)
-        event(
-            log,
-            "stage_ready",
-            stage=number,
-            device=str(device),
-            dtype="float32",
-            weight_version=runtime.version,
-        )
-        return runtime
-
-    async def _newest_state(self, number: int) -> str | None:
-        """Bring the newest state of the stage here and return its bundle's name; None: there is only the base model.
-
-        That is a working replica's, else this peer's own or the newest snapshot, whichever is of more tokens.
-        """
-        name, store = f"live/{number}", self._supply.store
-        version = tokens = -1
-        if name in await asyncio.to_thread(store.names):
-            facts = (await asyncio.to_thread(store.manifest, name)).facts
-            version, tokens = int(facts.get("weight_version", 0)), int(facts.get("tokens", 0))
-        peers = [p for p in self._directory.stage_peers(number) if p.weight_version > version]
-        if peers:
-            try:
-                await self._supply.live(number, [p.address for p in peers])
-                return name
-            except NetworkError as error:
-                event(log, "no_live_state", level=logging.WARNING, stage=number, reason=str(error))
-        snapshot = await self._newer_snapshot(number, tokens)
-        return snapshot or (name if version >= 0 else None)
-
-    async def _newer_snapshot(self, number: int, tokens: int) -> str | None:
-        """Bring the stage's newest snapshot of more than `tokens` here. None: nobody has one."""
-        supply, donors = self._supply, self._directory.donors(number)
-        watermarks = await watermarks_at(donors, number, supply.transport, self._run.run_id)
-        newest = max(watermarks, default=0)
-        if newest <= max(0, tokens):
-            return None
-        try:
-            await supply.snapshot(number, newest, donors)
-        except NetworkError as error:
-            event(log, "no_snapshot", level=logging.WARNING, stage=number, reason=str(error))
-            return None
-        event(log, "state_from_snapshot", stage=number, tokens=newest)
-        return f"snapshot/{number}/{newest}"
-
-    def _restore(self, runtime: StageRuntime, name: str) -> None:
-        store = self._supply.store
-        runtime.adopt(read_params(store, name))
-        runtime.version = int(store.manifest(name).facts.get("weight_version", 0))
-        try:
-            runtime.optimizer.restore(read_optimizer(store, name))
-        except NotHere:
-            return  # a snapshot has none: its moments begin anew
 
     # ---- work -------------------------------------------------------------------------------------------------------
 
@@ -387,17 +290,4 @@ class StagePeer:
             level=logging.WARNING,
             held=self._intake.held,
             after_s=self._config.drain_s,
-        )
-
-
-def check_memory(needed: int, parts: str, device: torch.device, stage: int) -> None:
-    """Refuse a stage that cannot fit, before anything is loaded (C18). Raises ResourceError."""
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = psutil.virtual_memory().available
-    if needed > free:
-        raise ResourceError(
-            f"stage {stage} needs about {needed / 2**30:.1f} GiB ({parts}), {device} has {free / 2**30:.1f} GiB free. "
-            "Fix: another stage, fewer layers a stage (model.stages), a smaller microbatch, or free memory"
         )

@@ -1,0 +1,126 @@
+"""How a stage peer gets its stage into memory: device, memory check, and the newest state there is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import psutil
+import torch
+
+from meshd.errors import NetworkError, ResourceError
+from meshd.model.families import load_config
+from meshd.model.stage import StageModel
+from meshd.model.weights import memory_estimate
+from meshd.observe.log import event
+from meshd.peer.join import Supply
+from meshd.peer.snapshots import watermarks_at
+from meshd.pipeline.runtime import StageRuntime
+from meshd.state.bundle import BundleStore
+from meshd.state.stage_state import read_optimizer, read_params
+from meshd.transport.base import NotHere
+
+log = logging.getLogger(__name__)
+
+
+def choose_device(wanted: str) -> torch.device:
+    """`auto`: CUDA where there is one. Raises ResourceError when the named device is not there (C28)."""
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(wanted)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ResourceError(
+            f'device = {wanted!r}: torch sees {torch.cuda.device_count()} CUDA devices. Fix: device = "cpu", '
+            "or install a CUDA build of torch and the driver"
+        )
+    return device
+
+
+def check_memory(needed: int, parts: str, device: torch.device, stage: int) -> None:
+    """Refuse a stage that cannot fit, before anything is loaded (C18). Raises ResourceError."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        free = psutil.virtual_memory().available
+    if needed > free:
+        raise ResourceError(
+            f"stage {stage} needs about {needed / 2**30:.1f} GiB ({parts}), {device} has {free / 2**30:.1f} GiB free. "
+            "Fix: another stage, fewer layers a stage (model.stages), a smaller microbatch, or free memory"
+        )
+
+
+async def load_stage(supply: Supply, number: int, device: torch.device) -> StageRuntime:
+    """The stage with the best state there is: a working replica's, this peer's own, the newest snapshot's, or the base
+    model's. Raises ResourceError, before anything is loaded, when it does not fit in memory."""
+    run, resolved = supply.run, supply.run.resolved
+    folder = await supply.tokenizer()
+    config = load_config(folder)
+    spec = run.spec.data
+    estimate = await asyncio.to_thread(
+        memory_estimate, config, resolved.cut, resolved.tied, number, spec.microbatch, spec.seq_len
+    )
+    check_memory(estimate.total, str(estimate), device, number)
+    await supply.base(number)
+    if number == 0:
+        await supply.data()
+    newest = await _newest_state(supply, number)
+    model = StageModel(config, resolved.cut, resolved.tied, number)
+    await asyncio.to_thread(model.load, supply.store.path(f"base/{number}", "weights.safetensors"), device)
+    runtime = StageRuntime(run, model, device)
+    if newest is not None:
+        await asyncio.to_thread(_restore, runtime, newest, supply.store)
+    event(
+        log,
+        "stage_ready",
+        stage=number,
+        device=str(device),
+        dtype="float32",
+        weight_version=runtime.version,
+    )
+    return runtime
+
+
+async def _newest_state(supply: Supply, number: int) -> str | None:
+    """Bring the newest state of the stage here and return its bundle's name; None: there is only the base model.
+
+    That is a working replica's, else this peer's own or the newest snapshot, whichever is of more tokens.
+    """
+    name, store = f"live/{number}", supply.store
+    version = tokens = -1
+    if name in await asyncio.to_thread(store.names):
+        facts = (await asyncio.to_thread(store.manifest, name)).facts
+        version, tokens = int(facts.get("weight_version", 0)), int(facts.get("tokens", 0))
+    peers = [p for p in supply.directory.stage_peers(number) if p.weight_version > version]
+    if peers:
+        try:
+            await supply.live(number, [p.address for p in peers])
+            return name
+        except NetworkError as error:
+            event(log, "no_live_state", level=logging.WARNING, stage=number, reason=str(error))
+    snapshot = await _newer_snapshot(supply, number, tokens)
+    return snapshot or (name if version >= 0 else None)
+
+
+async def _newer_snapshot(supply: Supply, number: int, tokens: int) -> str | None:
+    """Bring the stage's newest snapshot of more than `tokens` here. None: nobody has one."""
+    donors = supply.directory.donors(number)
+    watermarks = await watermarks_at(donors, number, supply.transport, supply.run.run_id)
+    newest = max(watermarks, default=0)
+    if newest <= max(0, tokens):
+        return None
+    try:
+        await supply.snapshot(number, newest, donors)
+    except NetworkError as error:
+        event(log, "no_snapshot", level=logging.WARNING, stage=number, reason=str(error))
+        return None
+    event(log, "state_from_snapshot", stage=number, tokens=newest)
+    return f"snapshot/{number}/{newest}"
+
+
+def _restore(runtime: StageRuntime, name: str, store: BundleStore) -> None:
+    runtime.adopt(read_params(store, name))
+    runtime.version = int(store.manifest(name).facts.get("weight_version", 0))
+    try:
+        runtime.optimizer.restore(read_optimizer(store, name))
+    except NotHere:
+        return  # a snapshot has none: its moments begin anew
