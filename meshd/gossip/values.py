@@ -7,7 +7,7 @@ it, so that bf16's 8 bits of mantissa are spent on what was learned, not on what
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -24,8 +24,13 @@ class FlatParameters:
     """
 
     def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], base: Mapping[str, torch.Tensor]
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        base: Mapping[str, torch.Tensor],
+        final: Callable[[], bool] = lambda: False,
     ) -> None:
+        """final: once it says so, the parameters are the run's result and are not moved any more."""
+        self._final = final
         self._names = sorted(parameters)
         self._parameters, self._base = parameters, base
         self._starts = [0]
@@ -54,6 +59,8 @@ class FlatParameters:
         parameters themselves; what bf16 left out stays where it is (DESIGN section 6). Steps taken since `mine` was
         read are kept. Returns the sum of squared differences.
         """
+        if self._final():
+            return 0.0
         squares = 0.0
         at = 0
         for parameter, _, first, end in self._pieces(start, len(mine)):

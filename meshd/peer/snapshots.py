@@ -218,7 +218,7 @@ class Snapshots:
             if self.problem:
                 await self._stage.clock.sleep(_RETRY_S)
         final = await asyncio.to_thread(read_params, self._store, name)
-        await self._stage.worker.run(lambda: self._stage.runtime.adopt(final), BACKGROUND)
+        await self._stage.worker.run(lambda: self._stage.runtime.finish(final), BACKGROUND)
         try:
             await self.save_live()
         except ResourceError as error:

@@ -146,7 +146,9 @@ class StagePeer:
         self._status.last_error = lambda: snapshots.problem
         pipeline = Pipeline(stage)
         base = await asyncio.to_thread(base_of, store, number)
-        gossip = Gossip(stage, FlatParameters(runtime.model.trainable(), base), number)
+        gossip = Gossip(
+            stage, FlatParameters(runtime.model.trainable(), base, lambda: runtime.finished), number
+        )
         self._intake = Intake(pipeline)
         handlers.serve_link, handlers.serve_gossip = self._intake.serve, gossip.serve
         directory.on_change = pipeline.wake

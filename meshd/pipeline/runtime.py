@@ -79,6 +79,7 @@ class StageRuntime:
         self.run, self.model, self.device = run, model, device
         self.optimizer = InnerOptimizer(model.trainable(), run.spec.optim)
         self.version = 0
+        self.finished = False
         self._gate = StepGate(run.spec.batch_tokens)
         # With a ring, stage 0 sees a microbatch's gradient twice; its tokens count once, when they come back last.
         self.counting_hop = min(hop.index for hop in model.hops)
@@ -148,7 +149,7 @@ class StageRuntime:
                 raise NonFinite(f"the gradient is not finite; {lost} accumulated tokens thrown away with it")
             frame = self._encode(outgoing, work, hop - 1, "backward")
         step = None
-        if hop == self.counting_hop:
+        if hop == self.counting_hop and not self.finished:
             tokens = work.batch.label_tokens
             self.optimizer.added(tokens)
             if self._gate.add(tokens, pace.live_replicas):
@@ -178,6 +179,11 @@ class StageRuntime:
                 raise MismatchError(f"the weights of {name} hold values that are not finite")
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
+
+    def finish(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take over the run's result. From now on microbatches still pass, but nothing is learnt from them."""
+        self.adopt(weights)
+        self.finished = True
 
     @torch.no_grad()
     def forward_frozen(self, hop: int, work: Work, model: StageModel) -> Frame:

@@ -43,7 +43,7 @@ def test_a_replica_is_killed_while_it_works(
         10,
         optim={"inner_batch": 8},
         snapshot={"evaluate": True},
-        data={"held_out_sequences": 8},
+        data={"held_out_sequences": 64},
     )
 
     async def main() -> None:

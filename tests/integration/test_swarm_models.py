@@ -98,7 +98,7 @@ def test_gpt2_with_dropout_trains(tied: bool, tiny_model: Path, adapt_text: Path
         adapt_text,
         model={"cut": [2], **({"tied": "ring"} if tied else {})},
         optim={"lr": 5e-3},
-        data={"held_out_sequences": 8},
+        data={"held_out_sequences": 64},
         stop={"steps": 12},
     )
 

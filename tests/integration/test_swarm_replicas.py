@@ -68,7 +68,7 @@ def test_replicas_train_like_one_with_the_same_global_batch(
         tiny_model,
         adapt_text,
         optim={"lr": 1e-3, "inner_batch": 12},
-        data={"held_out_sequences": 8},
+        data={"held_out_sequences": 64},
         stop={"steps": 10},
     )
     stages = [[f"{letter}{stage}" for letter in "abc"[:replicas]] for stage in range(2)]

@@ -225,7 +225,7 @@ def write_spec(path: Path, model: Path, text: Path, /, **tables: dict[str, Any])
     values: dict[str, dict[str, Any]] = {
         "model": {"source": str(model), "stages": 2, "cut": [3]},
         "data": {
-            "sources": [str(text)], "seq_len": 32, "microbatch": 2, "held_out_sequences": 4, "held_out": 0.2,
+            "sources": [str(text)], "seq_len": 32, "microbatch": 2, "held_out_sequences": 64, "held_out": 0.2,
         },
         "optim": {"lr": 1e-3, "warmup_steps": 2, "inner_batch": 4},
         "snapshot": {"every_tokens": 1536},

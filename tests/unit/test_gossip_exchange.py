@@ -462,3 +462,12 @@ def test_a_wrong_confirmation_moves_nothing() -> None:
             assert torch.equal(a.vector, before)
 
     virtual(main)
+
+
+def test_the_runs_result_is_not_moved_any_more() -> None:
+    mine = values(0)
+    flat = FlatParameters(mine, BASE, lambda: True)
+    before = in_order(mine).clone()
+    read = flat.read(0, COUNT)
+    assert flat.move(0, read, read + 1) == 0.0
+    assert torch.equal(in_order(mine), before)

@@ -280,3 +280,20 @@ def test_each_boundary_and_direction_has_its_codec() -> None:
     _, results = back(runtimes, work)
     frames = [work[1].frame, work[2].frame, results[0].gradient, results[1].gradient]
     assert [frame.header.codec for frame in frames if frame] == ["int8", "dense", "int8", "dense"]
+
+
+def test_once_the_result_is_taken_over_microbatches_pass_and_teach_nothing() -> None:
+    run = make_run([2], optim={"inner_batch": ROWS})
+    stages = make_runtimes(run)
+    result = [{name: p.detach() + 1 for name, p in stage.model.trainable().items()} for stage in stages]
+    for stage, weights in zip(stages, result, strict=True):
+        stage.finish(weights)
+    work = works(make_batch(1), 2)
+    there(stages, work)
+    loss, returned = back(stages, work)
+    assert loss > 0
+    assert [each.step for each in returned] == [None, None]
+    for stage, weights in zip(stages, result, strict=True):
+        assert stage.version == 0
+        for name, parameter in stage.model.trainable().items():
+            assert torch.equal(parameter, weights[name]), name
