@@ -257,9 +257,10 @@ async def test_c01_two_dhts_merge_when_grpc_knows_a_peer_that_the_dht_does_not_s
     everyone = {peer.identity.peer_id for peer in (*left, *right)}
 
     async def merged() -> bool:
-        for version, peer in enumerate((*left, *right), start=int(time.time())):
-            record = peer.record(stage=(*left, *right).index(peer) % 2, version=version)
-            record.expires = time.time() + 60 + random.random()
+        for index, peer in enumerate((*left, *right)):
+            # Each renewal is newer and lives longer than the one before, as a daemon's are.
+            record = peer.record(stage=index % 2, version=time.time_ns())
+            record.expires = time.time() + 60
             await peer.registry.announce(record)
         return all([await peer.sees() == everyone - {peer.identity.peer_id} for peer in (*left, *right)])
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from daemons import Daemon, Launcher, family, launcher, nothing_left, status, until, write_spec
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @dataclass
@@ -78,7 +78,6 @@ def test_c30_sigterm_leaves_in_good_order(swarm: Swarm) -> None:
     swarm.trains_on(swarm.first)
 
 
-@pytest.mark.slow
 def test_c30_ctrl_c_reaches_the_whole_process_group(swarm: Swarm) -> None:
     """As a terminal sends it: p2pd must be there until the record is taken back."""
     peer = swarm.other()
@@ -91,7 +90,6 @@ def test_c30_ctrl_c_reaches_the_whole_process_group(swarm: Swarm) -> None:
     swarm.seed.wait_log("peer_gone peer=other", timeout_s=20)
 
 
-@pytest.mark.slow
 def test_c30_a_second_signal_ends_it_at_once(swarm: Swarm) -> None:
     # Stopped meanwhile, so that it finds both when it goes on.
     peer = swarm.other()
@@ -123,7 +121,6 @@ def steps(daemon: Daemon) -> int:
     return status(daemon).self.weight_version
 
 
-@pytest.mark.slow
 def test_a_seed_may_die_and_comes_back_where_it_was(swarm: Swarm) -> None:
     swarm.seed.signal(signal.SIGKILL)
     assert swarm.seed.ended() == -signal.SIGKILL
