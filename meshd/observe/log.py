@@ -33,7 +33,9 @@ _THIRD_PARTY: Mapping[str, int] = {
     "matplotlib": logging.WARNING,
 }
 
-_SHORT = {"DEBUG": "debug", "INFO": "info ", "WARNING": "WARN ", "ERROR": "ERROR", "CRITICAL": "FATAL"}
+# By number: libraries rename levels (hivemind makes WARNING "WARN") for the whole process.
+_NAMES = {10: "debug", 20: "info", 30: "warning", 40: "error", 50: "critical"}
+_SHORT = {10: "debug", 20: "info ", 30: "WARN ", 40: "ERROR", 50: "FATAL"}
 
 
 def setup_logging(level: str = "info", form: Format = "console", stream: IO[str] | None = None) -> None:
@@ -86,7 +88,7 @@ class ConsoleFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         clock = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
-        level = _SHORT.get(record.levelname, record.levelname)
+        level = _SHORT.get(record.levelno, record.levelname)
         parts = [clock, level, f"{_short_name(record.name)}:", _one_line(record.getMessage())]
         parts += [f"{name}={_shown(value)}" for name, value in fields_of(record).items()]
         line = " ".join(parts)
@@ -104,7 +106,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
+            "level": _NAMES.get(record.levelno, record.levelname.lower()),
             "logger": record.name,
             "event": record.getMessage(),
         }

@@ -260,7 +260,7 @@ async def test_c01_two_dhts_merge_when_grpc_knows_a_peer_that_the_dht_does_not_s
         for index, peer in enumerate((*left, *right)):
             # Each renewal is newer and lives longer than the one before, as a daemon's are.
             record = peer.record(stage=index % 2, version=time.time_ns())
-            record.expires = time.time() + 60
+            record.expires = time.time() + 120
             await peer.registry.announce(record)
         return all([await peer.sees() == everyone - {peer.identity.peer_id} for peer in (*left, *right)])
 

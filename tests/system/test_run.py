@@ -111,7 +111,7 @@ def test_export_is_a_checkpoint_with_the_reported_held_out_loss(
     data = Dataset.open(run.files("seed", "run/data/facts.json")[0].parent)
     total, count = 0.0, 0
     with torch.inference_mode():
-        for batch in data.held_out_batches(2, 4):
+        for batch in data.held_out_batches(2, 64):
             logits = model(batch.inputs).logits.flatten(0, 1)
             total += torch.nn.functional.cross_entropy(logits, batch.labels.flatten(), reduction="sum").item()
             count += batch.labels.numel()
