@@ -8,7 +8,7 @@ import random
 from collections.abc import Collection, Sequence
 
 from meshd import PROTOCOL_VERSION
-from meshd.errors import MeshdError, MismatchError
+from meshd.errors import MeshdError, MismatchError, ResourceError
 from meshd.gossip.exchange import SEGMENT_BYTES, Exchange, ExchangeRefused, ExchangeReport, check_open
 from meshd.gossip.values import BF16_DELTA, VALUE_BYTES, FlatParameters
 from meshd.observe.log import event
@@ -120,7 +120,7 @@ class Gossip:
             self._done(duplex.remote, await exchange.run())
             # Exchanged with: what this peer would open itself can wait as long again.
             self._steps = 0
-        except (LinkLost, MismatchError, ExchangeRefused) as error:
+        except (LinkLost, MismatchError, ExchangeRefused, ResourceError) as error:
             self._failed(duplex.remote, error)
         finally:
             self._busy = False

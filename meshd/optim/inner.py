@@ -67,7 +67,10 @@ class InnerOptimizer:
         return lost
 
     def step(self, lr: float) -> StepReport:
-        """One step on the mean of what was added; the accumulator is empty after."""
+        """One step on the mean of what was added; the accumulator is empty after.
+
+        Whatever AdamW raises (memory that ran out) leaves the accumulator spoilt: `discard` it.
+        """
         tokens = self._tokens
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         if tokens == 0 or not gradients:
@@ -82,11 +85,22 @@ class InnerOptimizer:
         torch._foreach_mul_(gradients, scale)
         for group in self._adamw.param_groups:
             group["lr"] = lr
-        self._adamw.step()
+        try:
+            self._adamw.step()
+        except BaseException:
+            self._drop_halves()
+            raise
         # Zeroed, not freed: the memory is needed again within the second, and fragments less.
         self._adamw.zero_grad(set_to_none=False)
         self._tokens = 0
         return StepReport(tokens, norm, lr, skipped=False)
+
+    def _drop_halves(self) -> None:
+        """AdamW makes a parameter's moments at its first step, one after the other. Should memory end between them, it
+        would miss the second at every later step."""
+        for parameter, moments in list(self._adamw.state.items()):
+            if any(key not in moments for key in _MOMENTS):
+                del self._adamw.state[parameter]
 
     def state(self) -> dict[str, torch.Tensor]:
         """AdamW's moments as `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME`; empty before the first step."""

@@ -15,6 +15,7 @@ from meshd.model.weights import memory_estimate
 from meshd.observe.log import event
 from meshd.peer.join import Supply
 from meshd.peer.snapshots import watermarks_at
+from meshd.pipeline.exhaustion import with_memory
 from meshd.pipeline.runtime import StageRuntime
 from meshd.state.bundle import BundleStore
 from meshd.state.stage_state import read_optimizer, read_params
@@ -65,10 +66,12 @@ async def load_stage(supply: Supply, number: int, device: torch.device) -> Stage
         await supply.data()
     newest = await _newest_state(supply, number)
     model = StageModel(config, resolved.cut, resolved.tied, number)
-    await asyncio.to_thread(model.load, supply.store.path(f"base/{number}", "weights.safetensors"), device)
+    base = supply.store.path(f"base/{number}", "weights.safetensors")
+    await asyncio.to_thread(with_memory, lambda: model.load(base, device))
     runtime = StageRuntime(run, model, device)
     if newest is not None:
-        await asyncio.to_thread(_restore, runtime, newest, supply.store)
+        state = newest
+        await asyncio.to_thread(with_memory, lambda: _restore(runtime, state, supply.store))
     event(
         log,
         "stage_ready",

@@ -20,6 +20,7 @@ from meshd.model.families import load_config
 from meshd.model.stage import StageModel
 from meshd.observe.log import event
 from meshd.peer.directory import Directory
+from meshd.pipeline.exhaustion import with_memory
 from meshd.pipeline.service import Stage
 from meshd.pipeline.worker import BACKGROUND
 from meshd.proto import meshd_pb2 as pb
@@ -197,7 +198,9 @@ class Snapshots:
         }
         snapshot = f"snapshot/{self._number}/{watermark}"
         weights = [1.0] * len(sources)
-        await asyncio.to_thread(write_average, self._store, snapshot, sources, weights, facts)
+        await asyncio.to_thread(
+            with_memory, lambda: write_average(self._store, snapshot, sources, weights, facts)
+        )
         await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
         event(log, "snapshot", tokens=watermark, replicas=len(sources))
 
@@ -218,12 +221,23 @@ class Snapshots:
             if self.problem:
                 await self._stage.clock.sleep(_RETRY_S)
         final = await asyncio.to_thread(read_params, self._store, name)
-        await self._stage.worker.run(lambda: self._stage.runtime.finish(final), BACKGROUND)
+        await self._adopt(final, stop)
         try:
             await self.save_live()
         except ResourceError as error:
             self._failed(stop, error)
         self.finished.set()
+
+    async def _adopt(self, final: Mapping[str, torch.Tensor], stop: int) -> None:
+        """Take over the run's result; again, when memory has run out over it: a peer without it must not go."""
+        while True:
+            try:
+                await self._stage.worker.run(lambda: self._stage.runtime.finish(final), BACKGROUND)
+                self.problem = ""
+                return
+            except ResourceError as error:
+                self._failed(stop, error)
+                await self._stage.clock.sleep(_RETRY_S)
 
     async def _fetch(self, name: str, donors: list[str]) -> None:
         await fetch_bundle(
@@ -244,9 +258,10 @@ class Snapshots:
         async with self._loading:
             if self._frozen is None or self._frozen.watermark != watermark:
                 try:
-                    model = await asyncio.to_thread(self._load, watermark)
-                except (NotHere, DataError) as error:
-                    event(log, "no_frozen_model", level=logging.DEBUG, tokens=watermark, reason=str(error))
+                    model = await asyncio.to_thread(with_memory, lambda: self._load(watermark))
+                except (NotHere, DataError, ResourceError) as error:
+                    level = logging.ERROR if isinstance(error, ResourceError) else logging.DEBUG
+                    event(log, "no_frozen_model", level=level, tokens=watermark, reason=str(error))
                     return None
                 self._frozen = _Frozen(watermark, model, 0.0)
             self._frozen.used = self._stage.clock.monotonic()

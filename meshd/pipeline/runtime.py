@@ -3,7 +3,8 @@ sockets: it runs in the device's thread (`meshd.pipeline.worker`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +17,7 @@ from meshd.model.stage import StageModel, check_shapes
 from meshd.optim.inner import InnerOptimizer, StepReport
 from meshd.optim.schedule import StepGate, learning_rate
 from meshd.pipeline import heap
+from meshd.pipeline.exhaustion import out_of_memory
 from meshd.proto import meshd_pb2 as pb
 from meshd.wire import CodecContext, Frame, codec_named, decode
 from meshd.wire.codec import Direction
@@ -111,8 +113,9 @@ class StageRuntime:
         loss = total.item() / work.batch.label_tokens
         if not torch.isfinite(total):
             raise NonFinite(f"the loss is {loss}")
-        torch.autograd.backward(total)
-        return loss, self._added(hop, work, x, pace)
+        with self._adding():
+            torch.autograd.backward(total)
+            return loss, self._added(hop, work, x, pace)
 
     def backward(self, hop: int, work: Work, gradient: Frame, pace: Pace) -> Returned:
         """Recompute the hop, back-propagate, add; step when this replica's share is full.
@@ -131,12 +134,25 @@ class StageRuntime:
             # A kept graph refers to the weights in place: once they have changed it is no function's gradient.
             x, out = self._compute(hop, work, True)
         # Frames carry the gradient of the mean loss; the accumulator holds sums over label tokens.
-        torch.autograd.backward(out, incoming.to(out.dtype) * work.batch.label_tokens)
-        return self._added(hop, work, x, pace)
+        summed = incoming.to(out.dtype) * work.batch.label_tokens
+        with self._adding():
+            torch.autograd.backward(out, summed)
+            return self._added(hop, work, x, pace)
 
     def _mark(self) -> Mark:
         # torch counts changes in place, but not those of the fused optimizer.
         return self.version, sum(p._version for p in self.model.parameters())
+
+    @contextmanager
+    def _adding(self) -> Iterator[None]:
+        """Around a backward pass and what follows it. Where memory runs out in it, some parameters hold the gradient of
+        a microbatch that goes elsewhere: it cannot be told from those added before, and is thrown away with them."""
+        try:
+            yield
+        except Exception as error:
+            if out_of_memory(error) is not None:
+                error.add_note(f"{self.optimizer.discard()} accumulated tokens thrown away with it")
+            raise
 
     def _added(self, hop: int, work: Work, x: torch.Tensor, pace: Pace) -> Returned:
         frame = None

@@ -21,6 +21,7 @@ from meshd.optim.schedule import TokenCounter
 from meshd.pipeline import worker
 from meshd.pipeline.downstream import Cargo, Downstream, Evaluated, Passed, Result
 from meshd.pipeline.dropped import Busy, Dropped, Refused
+from meshd.pipeline.exhaustion import OutOfMemory
 from meshd.pipeline.router import Router
 from meshd.pipeline.runtime import NonFinite, Pace, Returned, StageRuntime, StaleMicrobatch, Work
 from meshd.proto import meshd_pb2 as pb
@@ -199,6 +200,9 @@ class Pipeline:
             raise self._dropped(pb.Drop.REASON_NONFINITE, error, partial) from error
         except MismatchError as error:
             raise self._dropped(pb.Drop.REASON_CORRUPT, error, partial) from error
+        except OutOfMemory as error:
+            event(log, "out_of_memory", level=logging.ERROR, reason=str(error))
+            raise self._dropped(pb.Drop.REASON_FAILED, error, partial) from error
 
     def _dropped(self, reason: pb.Drop.Reason, error: MeshdError, partial: bool) -> Dropped:
         dropped = Dropped(reason, str(error), partial)
@@ -234,8 +238,9 @@ class Pipeline:
                 return await self._attempt(trip, replica), replica.peer_id
             except Busy:
                 self._router.busy(replica.peer_id, self.stage.clock.monotonic())
-                # There is a way, it is only full: that may last.
-                trip.troubled_since = None
+                # There is a way, it is only full: that may last. Unless it was tried, and nobody could compute it.
+                if not trip.failed:
+                    trip.troubled_since = None
             except Refused as error:
                 trip.refused[replica.peer_id] = str(error)
             except LinkLost as error:
@@ -246,6 +251,10 @@ class Pipeline:
                 # A new trouble, however long the peer had worked on it.
                 trip.troubled_since = self.stage.clock.monotonic()
             except Dropped as dropped:
+                if dropped.reason == pb.Drop.REASON_FAILED:
+                    # Memory is short there, for the next microbatch as well.
+                    self._router.failed(replica.peer_id, self.stage.clock.monotonic())
+                    trip.failed = dropped.text
                 final = not dropped.retriable or self._given_up(trip)
                 self._again(trip, dropped.partial)
                 if final:
@@ -298,7 +307,8 @@ class Pipeline:
     async def _wait_for_route(self, trip: _Trip) -> None:
         stage = self.stage.hops[trip.hop].stage
         if self._given_up(trip):
-            why = "; ".join(f"{peer[-8:]}: {reason}" for peer, reason in trip.refused.items()) or "none known"
+            why = "; ".join(f"{peer[-8:]}: {reason}" for peer, reason in trip.refused.items())
+            why = why or trip.failed or "none known"
             raise Dropped(
                 pb.Drop.REASON_NO_ROUTE, f"no replica of stage {stage} took it ({why})", trip.partial
             )
@@ -371,6 +381,7 @@ class _Trip:
     evaluate: int
     cargo: Cargo
     partial: bool = False
+    failed: str = ""
     troubled_since: float | None = None
     refused: dict[str, str] = field(default_factory=dict)
     first_attempt: int = field(init=False)

@@ -17,6 +17,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from meshd.errors import NetworkError
+from meshd.pipeline import heap
+from meshd.pipeline.exhaustion import out_of_memory
 
 T = TypeVar("T")
 
@@ -57,7 +59,8 @@ class DeviceWorker:
         return self._queue.qsize()
 
     async def run(self, call: Callable[[], T], priority: int = BACKGROUND) -> T:
-        """Run `call` in the device's thread; its result or exception is this coroutine's.
+        """Run `call` in the device's thread; its result or exception is this coroutine's. When memory ran out in it,
+        that is an OutOfMemory, and what the call held is free by then.
 
         Cancelling takes a waiting job out of the queue; one that runs already runs to its end.
         """
@@ -90,11 +93,18 @@ def _do(call: Callable[[], Any], future: Future[Any]) -> None:
     try:
         result = call()
     except BaseException as error:  # the caller's to handle, in its own task
-        future.set_exception(error)
-        # The error's traceback holds this frame: without its locals it makes no cycle that keeps tensors alive.
-        del call, future
+        exhausted = out_of_memory(error)
+        if exhausted is None:
+            future.set_exception(error)
+            # The error's traceback holds this frame: without its locals it makes no cycle that keeps tensors alive.
+            del call, future
+            return
     else:
         future.set_result(result)
+        return
+    # With the error and its traceback gone, what did not fit is free: others on this machine may need it.
+    heap.give_back()
+    future.set_exception(exhausted)
 
 
 class _Lane(Executor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from swarm import Additions, Swarm, swarm, tiny_spec
 
 from meshd.config.runspec import RunSpec
 from meshd.data.stream import TokenStream
+from meshd.observe.log import fields_of
+from meshd.pipeline.runtime import StageRuntime
 from meshd.proto import meshd_pb2 as pb
 from meshd.sim.clock import run_virtual
 from meshd.transport.memory import Delivery
@@ -305,3 +308,55 @@ def test_slow_gradients_are_stale_and_their_data_goes_out_again(
         added.check()
 
     run_virtual(main())
+
+
+def test_a_peer_that_runs_out_of_memory_loses_the_microbatch_and_nobody_the_run(
+    tiny_model: Path, adapt_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """One of two replicas always, and the only replica of a stage, in an evaluation and in training, for a while."""
+    added = Additions(monkeypatch)
+    spec = spec_for(tiny_model, adapt_text, 8, snapshot={"evaluate": True})
+    through, frozen = StageRuntime.head, StageRuntime.forward_frozen
+    failures: Counter[str] = Counter()
+
+    def exhausted(*_: Any) -> Any:
+        return torch.empty(1 << 60, dtype=torch.uint8)
+
+    async def main() -> None:
+        async with swarm(spec, tmp_path) as s:
+            s.delay(DELAY, "seed", "a0", "a1", "b1")
+
+            def head(runtime: StageRuntime, *rest: Any) -> Any:
+                if runtime is s.stage_peer("b1").runtime:
+                    failures["head"] += 1
+                    exhausted()
+                return through(runtime, *rest)
+
+            def forward_frozen(runtime: StageRuntime, *rest: Any) -> Any:
+                failures["evaluation"] += 1
+                return exhausted() if failures["evaluation"] < 3 else frozen(runtime, *rest)
+
+            monkeypatch.setattr(StageRuntime, "head", head)
+            monkeypatch.setattr(StageRuntime, "forward_frozen", forward_frozen)
+            await s.gathered(["a0"], ["a1", "b1"])
+            step = s.stage_peer("a0").runtime.optimizer._adamw
+            await stepped(s, "a0", 3)
+            with monkeypatch.context() as patch:
+                patch.setattr(step, "step", exhausted)
+                await s.until(lambda: s.counted("dropped_failed", "a0") >= 4)
+            await s.finished("a0", "a1", "b1")
+            account = s.account("a0")
+            assert account.holds
+            assert not account.open
+            assert account.tokens >= spec.stop_tokens
+            # Set aside for longer each time: of dozens of microbatches it saw a few.
+            assert 0 < failures["head"] == s.counted("dropped_failed", "b1") < account.injected / 2
+            assert s.counted("microbatches_added", "b1") == 0
+            assert set(await s.held_out()) == {0, spec.stop_tokens}
+        added.check()
+
+    with caplog.at_level("ERROR"):
+        run_virtual(main())
+    lines = [fields_of(record)["reason"] for record in caplog.records if record.msg == "out_of_memory"]
+    assert len(lines) >= failures["head"] + 2
+    assert all("can't allocate memory" in line and "data.microbatch" in line for line in lines)

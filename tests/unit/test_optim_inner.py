@@ -190,3 +190,33 @@ def test_state_of_another_stage_is_refused_by_name_before_anything_changes(
     with pytest.raises(MismatchError, match=message):
         optimizer.restore({**good, key: value})
     assert optimizer.state() == {}
+
+
+def test_memory_that_ends_between_the_moments_of_a_parameter_does_not_end_all_later_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """AdamW makes a parameter's moments at its first step, and never looks again whether it has both."""
+    mine, generator = parameters(), torch.Generator().manual_seed(1)
+    optimizer = InnerOptimizer(mine, SPEC)
+    mean, before = gradients(generator), values(mine)
+    made = []
+    zeros = torch.zeros_like
+
+    def short(*args: object, **options: object) -> torch.Tensor:
+        made.append(1)
+        return torch.empty(1 << 60, dtype=torch.uint8) if len(made) == 4 else zeros(*args, **options)  # type: ignore[arg-type]
+
+    add(optimizer, mine, mean, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros_like", short)
+        with pytest.raises(RuntimeError, match="allocate memory"):
+            optimizer.step(1e-2)
+    optimizer.discard()
+    assert all(torch.equal(before[name], p) for name, p in mine.items())
+    other = parameters()
+    fresh = InnerOptimizer(other, SPEC)
+    for each, into in ((optimizer, mine), (fresh, other)):
+        add(each, into, mean, 3)
+        assert not each.step(1e-2).skipped
+    for name, parameter in mine.items():
+        assert torch.equal(parameter, other[name]), name

@@ -21,6 +21,7 @@ from pipeline_helpers import (
 from meshd.errors import MismatchError
 from meshd.gossip.values import FlatParameters
 from meshd.model.loss import token_loss
+from meshd.pipeline.exhaustion import out_of_memory
 from meshd.pipeline.runtime import NonFinite, Pace, StageRuntime, StaleMicrobatch
 from meshd.wire import CodecContext, codec_named
 
@@ -297,3 +298,62 @@ def test_once_the_result_is_taken_over_microbatches_pass_and_teach_nothing() -> 
         assert stage.version == 0
         for name, parameter in stage.model.trainable().items():
             assert torch.equal(parameter, weights[name]), name
+
+
+# ---- memory that runs out ------------------------------------------------------------
+
+
+def exhausted(*_: object) -> torch.Tensor:
+    return torch.empty(1 << 60, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("where", ["half way back", "after it", "at the step"])
+@pytest.mark.parametrize("hop", [0, 1])
+def test_memory_that_runs_out_on_the_way_back_takes_the_accumulator_with_it(
+    monkeypatch: pytest.MonkeyPatch, where: str, hop: int
+) -> None:
+    """The microbatch is computed elsewhere: what this stage has added of it must not be stepped on."""
+    runtimes = make_runtimes(make_run([2], optim={"inner_batch": 2 * ROWS}))
+    train(runtimes, make_batch(2))
+    work = works(make_batch(1), 2)
+    there(runtimes, work)
+    runtime = runtimes[hop]
+    before = {name: p.detach().clone() for name, p in runtime.model.trainable().items()}
+    with monkeypatch.context() as patch:
+        if where == "half way back":
+            # Gradients come last layer first: the parameter that fails has others before and behind it.
+            middle = sorted(runtime.model.trainable())[len(before) // 2]
+            handle = runtime.model.trainable()[middle].register_hook(lambda grad: exhausted())
+        elif where == "after it":
+            patch.setattr(runtime, "_step" if hop == 0 else "_encode", exhausted)
+        else:
+            patch.setattr(runtime.optimizer._adamw, "step", exhausted)
+        with pytest.raises(RuntimeError, match="allocate memory") as caught:
+            back(runtimes, work)
+        if where == "half way back":
+            handle.remove()
+    added = 2 if where == "at the step" or (where, hop) == ("after it", 0) else 1
+    told = str(out_of_memory(caught.value))
+    assert f"; {added * ROWS * TOKENS} accumulated tokens thrown away with it. Fix: " in told
+    assert runtime.optimizer.tokens == 0
+    assert not any(value.any() for value in gradients([runtime]).values())
+    assert runtime.version == 0
+    assert all(torch.equal(p, before[name]) for name, p in runtime.model.trainable().items())
+
+
+def test_a_forward_pass_that_does_not_fit_leaves_what_was_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtimes = make_runtimes(make_run([2]))
+    train(runtimes, make_batch(2))
+    before = gradients(runtimes)
+    work = works(make_batch(1), 2)
+    there(runtimes, work)
+    gradient = runtimes[1].head(1, work[1], PACE)[1].gradient
+    assert gradient is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(runtimes[0].model, "forward", exhausted)
+        with pytest.raises(RuntimeError, match="allocate memory"):
+            runtimes[0].backward(0, work[0], gradient, PACE)
+    after = gradients(runtimes[:1])
+    assert after
+    assert all(torch.equal(before[name], value) for name, value in after.items())
+    assert runtimes[0].optimizer.tokens == ROWS * TOKENS
