@@ -13,8 +13,9 @@ The operator starts with `meshd run RUN.toml --role seed --registry FILE`, the o
 `meshd join meshd:RUNID@file:FILE`, the link that the seed logs. A peer that is not listed yet says so, with its id.
 
 Peers read the file again when it changes. They never write it: `announce` checks that the file says of this peer what
-it says of itself, since all others go by the file. It gives addresses only; what the peers are and do they say
-themselves, asked by `hello` at every refresh.
+it says of itself, since all others go by the file. (To take a peer out, stop it too: one that works on without its
+entry only warns.) The file gives addresses only; what the peers are and do they say themselves, asked by `hello` at
+every refresh.
 """
 
 from __future__ import annotations
@@ -98,6 +99,10 @@ class StaticRegistry:
         self._entries: dict[str, _Entry] = {}
         self._stamp: _Stamp | None = None
         self._complaint = ""
+        self._agreed: tuple[str, int, int] | None = (
+            None  # address, stage and role that the file last confirmed
+        )
+        self._disowned = ""  # why it does not any more, as last logged
         self._mine = pb.Record(peer_id=me)
         self._heard: dict[str, pb.Record] = {}
         self._silent: dict[str, str] = {}  # peer id: why, as last logged
@@ -114,7 +119,25 @@ class StaticRegistry:
         return self
 
     async def announce(self, record: pb.Record) -> None:
-        """Writes nothing. Raises ConfigError when the file does not say of this peer what `record` says."""
+        """Writes nothing. Raises ConfigError when the file does not say of this peer what `record` says.
+
+        Once it did, an edit of the file does not end the peer: others may still know it, and the next edit may set it
+        right. Each thing that is wrong is one warning.
+        """
+        mine = (record.address, record.stage, record.role)
+        try:
+            self._check(record)
+            self._agreed, self._disowned = mine, ""
+        except ConfigError as error:
+            if mine != self._agreed:
+                raise
+            if str(error) != self._disowned:
+                self._disowned = str(error)
+                event(log, "no_longer_listed", level=logging.WARNING, reason=str(error))
+        self._mine.CopyFrom(record)
+
+    def _check(self, record: pb.Record) -> None:
+        """Raises ConfigError when the file does not say of this peer what `record` says."""
         entry = self._entries.get(self._me)
         if entry is None:
             raise ConfigError(
@@ -139,7 +162,6 @@ class StaticRegistry:
                     f"peer {self._me} runs with {here!r}, and others go by the file",
                     f"make the file and this peer's config agree on {field}",
                 )
-        self._mine.CopyFrom(record)
 
     async def withdraw(self) -> None:
         """Nothing to take back: the operator removes the entry."""

@@ -260,6 +260,31 @@ async def test_static_announce_checks_the_own_entry_and_writes_nothing(path: Pat
     assert os.stat(path) == before
 
 
+async def test_static_edit_that_takes_a_working_peer_out_is_one_warning_and_no_end(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = await StaticRegistry.start(path, RUN, A, Listed(n2=seed_record()), Clock())
+    mine = record(A, address="10.0.0.1:7000", stage=0)
+    await registry.announce(mine)
+
+    async def edited(text: str) -> list[str]:
+        caplog.clear()
+        write(path, text)
+        for _ in range(3):
+            assert [r.peer_id for r in await registry.refresh()] == [B]
+            await registry.announce(mine)
+        return [fields_of(r)["reason"] for r in caplog.records if r.getMessage() == "no_longer_listed"]
+
+    without = FILE[: FILE.index("[[peer]]")] + FILE[FILE.rindex("[[peer]]") :]
+    with caplog.at_level(logging.WARNING):
+        (reason,) = await edited(without)
+        assert "this peer is not listed" in reason
+        (reason,) = await edited(FILE.replace("stage = 0", "stage = 1"))
+        assert "runs with 0" in reason
+        assert await edited(FILE) == []
+        assert len(await edited(without)) == 1, "it was right in between"
+
+
 @pytest.mark.parametrize(
     ("text", "field", "problem"),
     [
