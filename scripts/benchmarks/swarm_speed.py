@@ -5,8 +5,9 @@
 The yardstick is plain torch with activation recomputation (transformers' gradient checkpointing), fused AdamW, the
 same microbatches and the same frozen embedding, with one and with two threads; the better one counts. The swarm is the
 README's: a seed and three stages, the middle one with two replicas, one thread each, dense codec, DHT, gRPC on
-loopback. Also recorded: the highest private (anonymous) memory of every daemon, with weights, gradients and optimizer
-state in it.
+loopback. Also recorded: the highest private (anonymous) memory of every daemon, and for a stage what it needs in any
+case (weights, gradients, optimizer state, one microbatch, as the daemon estimates it before it loads) and what it
+takes beyond.
 Needs the packaged model (about 100 MB from the package index, once). Nothing else should run on the machine.
 """
 
@@ -15,6 +16,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -105,7 +107,7 @@ def swarm(steps: int) -> tuple[float, list[dict]]:
         if child.returncode:
             raise SystemExit(f"the swarm failed:\n{(folder / 'log').read_text()[-2000:]}")
         report = json.loads((folder / "d/report.json").read_text())
-        return report["tokens_per_s"], list(memory.values())
+        return report["tokens_per_s"], [beyond_need(row, folder / "d") for row in memory.values()]
     finally:
         shutil.rmtree(folder)
 
@@ -120,6 +122,23 @@ def watch(directory: Path, memory: dict[str, dict]) -> None:
             continue  # it has just left
         row = memory.setdefault(file.parent.name, {"peer": file.parent.name, "private_mb": 0})
         row["private_mb"] = max(row["private_mb"], round(private / 1e6))
+
+
+def beyond_need(row: dict, directory: Path) -> dict:
+    """The row of a stage's daemon with what it needed and what it took beyond, MB."""
+    from meshd.config.runspec import ResolvedRun
+    from meshd.model.families import load_config
+    from meshd.model.weights import memory_estimate
+
+    stage = re.fullmatch(r"stage(\d+)-\d+", row["peer"])
+    if stage is None:
+        return row
+    state = directory / "peers" / row["peer"]
+    run = ResolvedRun.model_validate_json(next(state.glob("**/run.json")).read_bytes())
+    config = load_config(next(state.glob("**/config.json")).parent)
+    data, cut = run.spec.data, run.resolved.cut
+    need = memory_estimate(config, cut, run.resolved.tied, int(stage[1]), data.microbatch, data.seq_len).total
+    return {**row, "needed_mb": round(need / 1e6), "beyond_mb": row["private_mb"] - round(need / 1e6)}
 
 
 def main() -> None:
