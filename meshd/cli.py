@@ -322,14 +322,18 @@ def _daemon(config: PeerConfig, spec: RunSpec | None, link: str | None, registry
     from meshd.discovery.link import SwarmLink
 
     parsed = SwarmLink.parse(link) if link is not None else None
-    from meshd.daemon import run_daemon
-    from meshd.swarm.orphan import PARENT_VARIABLE, ending_with_parent
+    from meshd.ground import hold_ground
 
-    async def work() -> int:
-        async with ending_with_parent(os.environ.get(PARENT_VARIABLE)):
-            return await run_daemon(config, spec, parsed, registry)
+    with hold_ground(config) as ground:
+        # Here the seconds pass that torch and transformers take to load: what a user does wrong is known before.
+        from meshd.daemon import run_daemon
+        from meshd.swarm.orphan import PARENT_VARIABLE, ending_with_parent
 
-    return run_loop(work())
+        async def work() -> int:
+            async with ending_with_parent(os.environ.get(PARENT_VARIABLE)):
+                return await run_daemon(ground, spec, parsed, registry)
+
+        return run_loop(work())
 
 
 def _given(arguments: Mapping[str, object]) -> dict[str, object]:

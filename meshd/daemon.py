@@ -26,6 +26,7 @@ from meshd.discovery.registry import Registry
 from meshd.discovery.remembered import Remembered
 from meshd.discovery.static import StaticRegistry
 from meshd.errors import MismatchError, ResourceError, ungrouped
+from meshd.ground import Ground
 from meshd.identity import Identity
 from meshd.observe.daemonfile import DaemonFile
 from meshd.observe.log import event
@@ -35,7 +36,6 @@ from meshd.peer.peer import Peer
 from meshd.peer.resolve import load_run, resolve, run_directory
 from meshd.proto import meshd_pb2 as pb
 from meshd.state.disk import disk_faults
-from meshd.state.lock import lock_state_dir
 from meshd.transport.base import Transport
 from meshd.transport.grpc_client import GrpcTransport
 from meshd.transport.grpc_server import serve
@@ -47,37 +47,34 @@ _ROLES = {"stage": pb.ROLE_STAGE, "seed": pb.ROLE_SEED}
 
 
 async def run_daemon(
-    config: PeerConfig, spec: RunSpec | None, link: SwarmLink | None, registry: Path | None = None
+    ground: Ground, spec: RunSpec | None, link: SwarmLink | None, registry: Path | None = None
 ) -> int:
     """Run one peer until its run has ended or a signal asks it to leave. Returns the exit code.
 
-    spec: given by the operator (`meshd run`), who makes the run from it; link: given to join a swarm. With both, the
-    operator's peer joins a swarm of that run. registry: with `spec`, in place of a link, the file that lists the peers.
+    ground: held by the caller until this returns. spec: given by the operator (`meshd run`), who makes the run from it;
+    link: given to join a swarm. With both, the operator's peer joins a swarm of that run. registry: with `spec`, in
+    place of a link, the file that lists the peers.
     Raises MeshdError for what the user must know.
     """
-    state_dir = config.state_dir.expanduser()
-    with lock_state_dir(state_dir):
-        identity, created = await asyncio.to_thread(Identity.load_or_create, state_dir / "identity.key")
-        if created:
-            event(log, "identity_created", path=state_dir / "identity.key", peer_id=identity.peer_id)
-        run: ResolvedRun | None
-        if spec is not None:
-            event(log, "preparing_run", name=spec.name)
-            made, folder = await asyncio.to_thread(resolve, spec, state_dir, identity.peer_id)
-            run = made
-            if registry is not None:
-                link = SwarmLink(made.run_id, file=registry)
-        else:
-            assert link is not None
-            folder = run_directory(state_dir, link.run_id)
-            known = await asyncio.to_thread(load_run, folder)
-            run = known if known is not None and known.run_id == link.run_id else None
-        daemon = Daemon(config, state_dir, identity, link)
-        try:
-            with _signals(daemon), ungrouped():
-                await daemon.run(run, folder)
-        finally:
-            DaemonFile.remove(state_dir)
+    state_dir = ground.state_dir
+    run: ResolvedRun | None
+    if spec is not None:
+        event(log, "preparing_run", name=spec.name)
+        made, folder = await asyncio.to_thread(resolve, spec, state_dir, ground.identity.peer_id)
+        run = made
+        if registry is not None:
+            link = SwarmLink(made.run_id, file=registry)
+    else:
+        assert link is not None
+        folder = run_directory(state_dir, link.run_id)
+        known = await asyncio.to_thread(load_run, folder)
+        run = known if known is not None and known.run_id == link.run_id else None
+    daemon = Daemon(ground.config, state_dir, ground.identity, link)
+    try:
+        with _signals(daemon), ungrouped():
+            await daemon.run(run, folder)
+    finally:
+        DaemonFile.remove(state_dir)
     return 0
 
 

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import socket
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
@@ -25,9 +24,11 @@ from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.multiaddr import Multiaddr
 
 from meshd.discovery.addresses import PeerAddress, readable, socket_maddr
-from meshd.discovery.p2pd_process import P2pdDied, P2pdProcess, end_leftovers
+from meshd.discovery.leftovers import end_leftovers
+from meshd.discovery.p2pd_process import P2pdDied, P2pdProcess
 from meshd.errors import NetworkError, ResourceError
 from meshd.identity import Identity
+from meshd.transport.ports import bindable_port
 
 log = logging.getLogger(__name__)
 
@@ -189,23 +190,8 @@ async def _control_errors(question: str) -> AsyncIterator[None]:
 def _choose_port(endpoint: Endpoint) -> int:
     if endpoint.port == 0 and endpoint.preferred:
         with contextlib.suppress(ResourceError):
-            return _bindable_port(endpoint.listen, endpoint.preferred)
-    return _bindable_port(endpoint.listen, endpoint.port)
-
-
-def _bindable_port(listen: str, port: int) -> int:
-    """`port`, or a free one for 0. Raises ResourceError when it cannot be listened on."""
-    family = socket.AF_INET6 if ":" in listen else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((listen, port))
-        except OSError as error:
-            raise ResourceError(
-                f"cannot listen on {listen} port {port} (libp2p): {error.strerror}. "
-                f"Fix: dht_port = another port, or 0 for a free one; listen = an address of this machine"
-            ) from error
-        return int(probe.getsockname()[1])
+            return bindable_port(endpoint.listen, endpoint.preferred, "dht_port")
+    return bindable_port(endpoint.listen, endpoint.port, "dht_port")
 
 
 def _why_no_start(error: Exception, endpoint: Endpoint, port: int) -> str:

@@ -22,13 +22,11 @@ from importlib.resources import files
 from pathlib import Path
 
 import hivemind.hivemind_cli
-import psutil
 
 log = logging.getLogger(__name__)
 
 _READY = "Peer ID:"  # p2pd's word for: all listeners are up
 _LONGEST_LINE = 1 << 16
-_LEFTOVER_S = 3.0
 
 
 class P2pdDied(Exception):
@@ -140,25 +138,3 @@ class _Words(asyncio.Protocol):
 def binary() -> str:
     """Path of the p2pd that hivemind brings."""
     return str(files(hivemind.hivemind_cli) / "p2pd")
-
-
-def end_leftovers(identity: Path) -> list[int]:
-    """End p2pd processes on this identity that a killed daemon left; their pids. Blocking.
-
-    They would hold its port, and answer in its name. The caller holds the lock on the identity's directory, so that
-    no other daemon can be alive there.
-    """
-    own = {child.pid for child in psutil.Process().children()}
-    ended = []
-    for process in psutil.process_iter(["name", "cmdline"]):
-        words = process.info["cmdline"] or []
-        if process.info["name"] != "p2pd" or process.pid in own or f"-id={identity}" not in words:
-            continue
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-            process.wait(_LEFTOVER_S)
-            ended.append(process.pid)
-        for word in words:
-            if word.startswith("-listen=/unix/"):
-                Path(word.removeprefix("-listen=/unix")).unlink(missing_ok=True)
-    return ended

@@ -343,7 +343,7 @@ async def test_c12_a_port_in_use_is_named(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(
-            ResourceError, match=rf"port {port} \(libp2p\): Address already in use\. Fix: dht_port"
+            ResourceError, match=rf"port {port} \(dht_port\): Address already in use\. Fix: dht_port"
         ):
             await DhtRegistry.start(identity, RUN, endpoint=Endpoint("127.0.0.1", port))
     assert _p2pds() == []

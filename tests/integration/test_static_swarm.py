@@ -10,8 +10,10 @@ from pathlib import Path
 from swarm import tiny_spec
 
 from meshd.config.peer import PeerConfig
+from meshd.config.runspec import RunSpec
 from meshd.daemon import run_daemon
 from meshd.discovery.link import SwarmLink
+from meshd.ground import hold_ground
 from meshd.identity import Identity
 from meshd.observe.daemonfile import DaemonFile
 from meshd.peer.export import export_checkpoint
@@ -49,9 +51,15 @@ async def test_a_run_over_a_registry_file_trains_and_ends(
     run, _ = await asyncio.to_thread(resolve, spec, tmp_path / "seed", operator)
     link = SwarmLink(run.run_id, file=file)
 
+    async def daemon_of(
+        name: str, spec: RunSpec | None, link: SwarmLink | None, registry: Path | None
+    ) -> int:
+        with hold_ground(configs[name]) as ground:
+            return await run_daemon(ground, spec, link, registry)
+
     async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as tasks:
-        seed = tasks.create_task(run_daemon(configs["seed"], spec, None, file))
-        stages = [tasks.create_task(run_daemon(configs[name], None, link)) for name in ("zero", "one")]
+        seed = tasks.create_task(daemon_of("seed", spec, None, file))
+        stages = [tasks.create_task(daemon_of(name, None, link, None)) for name in ("zero", "one")]
         # They leave by themselves once they have heard from the seed that it keeps the result.
         assert await asyncio.gather(*stages) == [0, 0]
         daemon = DaemonFile.read(tmp_path / "seed")
