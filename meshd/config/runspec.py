@@ -211,6 +211,7 @@ class Resolved(Table):
     base_sha256: list[str] = Field(description="manifest hash of each stage's base weights")
     tokenizer_sha256: str = Field(description="manifest hash of config and tokenizer files")
     data_sha256: str = Field(description="manifest hash of the tokenized corpus")
+    features_sha256: str = Field(description="manifest hash of the token features, for codecs")
 
 
 class ResolvedRun(Table):

@@ -22,6 +22,7 @@ from meshd.model.weights import write_base
 from meshd.observe.log import event
 from meshd.peer.directory import Directory
 from meshd.peer.handlers import report_skew
+from meshd.priors.features import FEATURES, TokenFeatures
 from meshd.proto import meshd_pb2 as pb
 from meshd.state.bundle import BundleStore
 from meshd.state.fetch import fetch_bundle
@@ -116,6 +117,14 @@ class Supply:
         name = "run/data"
         await self._need(name, self.run.resolved.data_sha256, self.directory.everyone)
         return self.store.path(name, "facts.json").parent
+
+    async def features(self) -> TokenFeatures:
+        """What codecs know of each token."""
+        name, resolved = "run/features", self.run.resolved
+        await self._need(name, resolved.features_sha256, self.directory.everyone)
+        return await asyncio.to_thread(
+            lambda: TokenFeatures.load(self.store.path(name, FEATURES), resolved.vocabulary)
+        )
 
     async def base(self, stage: int) -> None:
         """The stage's base weights."""

@@ -55,6 +55,7 @@ async def load_stage(supply: Supply, number: int, device: torch.device) -> Stage
     model's. Raises ResourceError, before anything is loaded, when it does not fit in memory."""
     run, resolved = supply.run, supply.run.resolved
     folder = await supply.tokenizer()
+    await supply.features()  # here before the first frame that is to be decoded with them
     config = load_config(folder)
     spec = run.spec.data
     estimate = await asyncio.to_thread(

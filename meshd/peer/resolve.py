@@ -20,10 +20,12 @@ from meshd.errors import ConfigError, DataError
 from meshd.model.cost import measure_costs
 from meshd.model.cut import Tied, check_cut, check_stages
 from meshd.model.export import tokenizer_files
-from meshd.model.families import check_seq_len, load_config, resolve_tied
+from meshd.model.families import check_seq_len, family_of, load_config, resolve_tied
 from meshd.model.sources import resolve_source
+from meshd.model.tensors import TensorFiles
 from meshd.model.weights import write_base
 from meshd.observe.log import event
+from meshd.priors.features import FEATURES, TokenFeatures
 from meshd.state.bundle import BundleStore
 from meshd.state.disk import write_synced
 from meshd.state.stage_state import WEIGHTS
@@ -140,7 +142,16 @@ def _make_bundles(spec: RunSpec, store: BundleStore) -> Resolved:
         base_sha256=base,
         tokenizer_sha256=tokenizer.sha256,
         data_sha256=store.manifest("run/data").sha256,
+        features_sha256=_write_features(model_dir, config, store),
     )
+
+
+def _write_features(model_dir: Path, config: PreTrainedConfig, store: BundleStore) -> str:
+    """Bundle `run/features`, of the base model's token embedding. Returns its hash."""
+    family = family_of(config)
+    with TensorFiles(model_dir, family.old_names) as files, store.writing("run/features", {}) as directory:
+        TokenFeatures.from_embedding(files[family.embedding_name]).save(directory / FEATURES)
+    return store.manifest("run/features").sha256
 
 
 def _cut(spec: RunSpec, config: PreTrainedConfig, tied: Tied) -> list[int]:

@@ -58,6 +58,7 @@ class SeedPeer:
         supply, me = self._supply, self._directory.me
         await supply.tokenizer()
         await supply.data()
+        await supply.features()
         for stage in range(self._run.stages):
             await supply.base(stage)
         me.state = pb.PEER_STATE_WORKING

@@ -22,7 +22,9 @@ MAX_FACTS_BYTES = 64 << 10
 
 _NUMBER = "(?:0|[1-9][0-9]{0,18})"
 _BUNDLE = re.compile(
-    f"run/tokenizer|run/data|base/{_NUMBER}|live/{_NUMBER}|(?:part|snapshot)/{_NUMBER}/{_NUMBER}", re.ASCII
+    f"run/(?:tokenizer|data|features)|(?:base|live)/{_NUMBER}|(?:part|snapshot)/{_NUMBER}/{_NUMBER}"
+    "|prior/[0-9a-f]{64}",
+    re.ASCII,
 )
 # Must not begin with a dot: such names are the store's own.
 _FILE = re.compile("[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", re.ASCII)
@@ -32,8 +34,8 @@ def check_bundle_name(name: str) -> str:
     """Return `name` if it is one of the known namespaces (see `State` in the proto). Raises DataError otherwise."""
     if not _BUNDLE.fullmatch(name):
         raise DataError(
-            f"{name[:100]!r} is no bundle name. Fix: use run/tokenizer, run/data, base/STAGE, live/STAGE, "
-            "part/STAGE/WATERMARK or snapshot/STAGE/WATERMARK"
+            f"{name[:100]!r} is no bundle name. Fix: use run/tokenizer, run/data, run/features, base/STAGE, "
+            "live/STAGE, part/STAGE/WATERMARK, snapshot/STAGE/WATERMARK or prior/HASH"
         )
     return name
 

@@ -41,8 +41,8 @@ def test_the_link_is_all_that_a_joiner_needs(tiny_model: Path, adapt_text: Path,
             assert run is not None
             assert run.canonical() == s.run.canonical()
             for name, bundles in {
-                "a0": ["run/tokenizer", "run/data", "base/0"],
-                "a1": ["run/tokenizer", "base/1"],
+                "a0": ["run/tokenizer", "run/data", "run/features", "base/0"],
+                "a1": ["run/tokenizer", "run/features", "base/1"],
             }.items():
                 for bundle in bundles:
                     assert s.store(name).manifest(bundle).sha256 == s.store("seed").manifest(bundle).sha256

@@ -40,6 +40,7 @@ def make_run(cut: list[int], tied: Tied = "none", **tables: Any) -> ResolvedRun:
         base_sha256=["0"] * (len(cut) + 1),
         tokenizer_sha256="0",
         data_sha256="0",
+        features_sha256="0",
     )
     return ResolvedRun(spec=validate(RunSpec, values, "test"), resolved=resolved, operator="operator")
 

@@ -81,6 +81,9 @@ def test_hostile_file_names_are_refused(name: str, store: BundleStore) -> None:
         "snapshot/0/" + "9" * 30,
         ".new/x",
         "base/1e3",
+        "prior/0",
+        "prior/" + "A" * 64,
+        "prior/" + "0" * 64 + "/0",
     ],
 )
 def test_hostile_bundle_names_are_refused(name: str, store: BundleStore) -> None:
@@ -93,7 +96,18 @@ def test_hostile_bundle_names_are_refused(name: str, store: BundleStore) -> None
         store.write(name, {"f": b"x"}, {})
 
 
-@pytest.mark.parametrize("name", ["run/tokenizer", "run/data", "base/0", "live/17", "snapshot/3/1000000"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "run/tokenizer",
+        "run/data",
+        "run/features",
+        "base/0",
+        "live/17",
+        "snapshot/3/1000000",
+        "prior/" + "0123456789abcdef" * 4,
+    ],
+)
 def test_known_names_are_taken(name: str, store: BundleStore) -> None:
     store.write(name, {"f.bin": b"x"}, {})
     assert store.names() == [name]
