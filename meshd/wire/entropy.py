@@ -1,0 +1,354 @@
+"""Entropy-coded levels: scale classes, integer tables, and the rANS stream of docs/bitstream.md.
+
+Both ends must compute the same integers, so nothing here that shapes the stream is a float: classes come from integer
+scale indices, and tables are integers that the prior carries. Floats only estimate costs, and fit new tables at the
+prior's author.
+
+The coder is constriction's (https://bamler-lab.github.io/constriction); the stream is defined without it. It holds
+the GIL while it works, so the stream's shards also keep every call under some two milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import constriction
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from meshd.errors import MismatchError
+from meshd.wire import bits
+
+PRECISION = 24
+SYMBOLS = 64
+CLASSES = 104
+UNIT_CLASS = 24
+"""The class whose scale is one step; eight classes to an octave."""
+
+_SHARD_SYMBOLS = 65536
+_HALF = SYMBOLS // 2
+LOW_BITS: npt.NDArray[np.uint8] = np.maximum(0, (np.arange(CLASSES) - UNIT_CLASS) // 8 - 1).astype(np.uint8)
+"""(CLASSES,): how many low bits of a level bypass the coder."""
+
+# `Tables.fit`: half width of the pool, the samples a row should rest on, and the most it needs.
+_POOL_CLASSES = 4
+_FEW_SAMPLES = 20_000
+_MANY_SAMPLES = 1 << 18
+# Weight of the Laplacian in a fitted row, in samples: nothing where there are many, and no symbol is starved.
+_PRIOR_SAMPLES = 64
+
+Levels = npt.NDArray[np.int32]
+Classes = npt.NDArray[np.uint8]
+
+
+def class_of(scale_index: npt.NDArray[np.integer], step_index: int) -> npt.NDArray[np.int32]:
+    """The class of every coordinate, of the shape of `scale_index`; negative: the coordinate is not coded.
+
+    Indices are round(64 * log2(value)), so the scale of class c is about 2**((c - UNIT_CLASS) / 8) steps.
+    """
+    distance = scale_index.astype(np.int32) - np.int32(step_index)
+    classes: npt.NDArray[np.int32] = np.minimum(((distance + 4) >> 3) + UNIT_CLASS, CLASSES - 1)
+    return classes
+
+
+def level_bounds(classes: Classes) -> tuple[Levels, Levels]:
+    """The least and the greatest level that a coordinate of each class can take, of the shape of `classes`."""
+    low = LOW_BITS[classes].astype(np.int32)
+    return -_HALF << low, (_HALF << low) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """How often each symbol comes in each class, in 2**-24ths.
+
+    counts: (CLASSES, SYMBOLS) uint32, every entry at least 1, every row summing to 2**PRECISION. Raises MismatchError
+    naming what is wrong, for they come from other peers.
+    """
+
+    counts: npt.NDArray[np.uint32]
+
+    def __post_init__(self) -> None:
+        counts = self.counts
+        if counts.shape != (CLASSES, SYMBOLS) or counts.dtype != np.uint32:
+            raise MismatchError(
+                f"entropy tables: {(CLASSES, SYMBOLS)} uint32 expected, got {counts.shape} {counts.dtype}"
+            )
+        if not counts.all():
+            row, symbol = np.argwhere(counts == 0)[0]
+            raise MismatchError(f"entropy tables: row {row} gives symbol {symbol} no share; 1 is the least")
+        sums = counts.sum(axis=1, dtype=np.uint64)
+        if (sums != 1 << PRECISION).any():
+            row = int((sums != 1 << PRECISION).argmax())
+            raise MismatchError(f"entropy tables: row {row} sums to {sums[row]}, not {1 << PRECISION}")
+        counts = counts.copy()
+        counts.setflags(write=False)
+        object.__setattr__(self, "counts", counts)
+
+    @classmethod
+    def default(cls, dead: float = 0.4) -> Tables:
+        """Tables for unit Laplacian coordinates, quantized as in `fit`."""
+        return cls(_whole(_laplacian(dead)))
+
+    @classmethod
+    def fit(
+        cls,
+        unit: npt.NDArray[np.floating],
+        scale_index: npt.NDArray[np.integer],
+        step_index: int,
+        dead: float = 0.4,
+    ) -> Tables:
+        """Tables for coordinates distributed like these samples, at `step_index` and at steps about it.
+
+        unit: (N, K) samples, each divided by its coordinate's scale; scale_index: (K,). dead: of the quantizer
+        `sign(x) * floor(|x| + dead)`. The row of class c counts the levels of `unit` at that class's ratio of scale
+        to step, over the coordinates whose class lies within 4 of c (their shapes are alike), or over the nearest
+        ones while those have few samples. Not deterministic across machines: the author ships the result.
+        """
+        shares = _laplacian(dead)
+        if unit.size:
+            distance = scale_index.astype(np.int64) - step_index
+            own = (
+                (distance + 4) >> 3
+            ) + UNIT_CLASS  # neither end clamped: what is left uncoded is a neighbour too
+            for row in range(CLASSES):
+                samples = _pool(unit, own, row)
+                seen = np.bincount(_symbols_of(samples, row, dead), minlength=SYMBOLS)
+                total = samples.size + _PRIOR_SAMPLES
+                shares[row] = (seen + _PRIOR_SAMPLES * shares[row]) / total
+        return cls(_whole(shares))
+
+    @classmethod
+    def from_array(cls, array: npt.NDArray[np.uint32]) -> Tables:
+        """Tables as `to_array` gave them. Raises MismatchError naming what is wrong."""
+        return cls(array)
+
+    def to_array(self) -> npt.NDArray[np.uint32]:
+        """(CLASSES, SYMBOLS) uint32, read-only."""
+        return self.counts
+
+    @cached_property
+    def cost(self) -> npt.NDArray[np.float32]:
+        """(CLASSES, SYMBOLS): bits that a value takes, low bits included. For estimates."""
+        return (PRECISION - np.log2(self.counts) + LOW_BITS[:, None]).astype(np.float32)
+
+    @cached_property
+    def mean_bits(self) -> npt.NDArray[np.float32]:
+        """(CLASSES,): bits per value of a class whose symbols come as its table says."""
+        shares = self.counts / (1 << PRECISION)
+        mean: npt.NDArray[np.float32] = (shares * self.cost).sum(axis=1).astype(np.float32)
+        return mean
+
+    @cached_property
+    def models(self) -> list[constriction.stream.model.Categorical]:
+        """The rows as the coder wants them.
+
+        It rounds cumulative floats down and adds one per symbol, so the counts less one, which float64 holds and sums
+        exactly, give back the counts (checked by the test vectors).
+        """
+        rows = (self.counts - 1).astype(np.float64)
+        return [constriction.stream.model.Categorical(row, lazy=False, perfect=False) for row in rows]
+
+
+def most_bytes(tokens: int, classes: Classes) -> int:
+    """The most that `encode` returns for (tokens, len(classes)) levels, whatever they are: 3 bytes for each, besides
+    low bits and the sizes of shards."""
+    layout = _Layout.of(tokens, classes)
+    coded = sum(4 + 4 * _most_words(stop - start, classes.size) for start, stop in layout.shards)
+    return coded + layout.low_bytes
+
+
+def encode(levels: npt.NDArray[np.integer], classes: Classes, tables: Tables) -> bytes:
+    """Code levels: (N, K) integers, one class (below CLASSES) for each of the K coordinates.
+
+    Levels beyond `level_bounds` come back from `decode` as the nearest bound.
+    """
+    layout = _Layout.of(len(levels), classes)
+    if levels.shape != (layout.tokens, classes.size):
+        raise ValueError(f"levels of shape {levels.shape} for {classes.size} classes")
+    least, greatest = (bound[layout.order, None] for bound in level_bounds(classes))
+    words: list[bytes] = []
+    tails: dict[int, list[torch.Tensor]] = {width: [] for width in layout.widths}
+    for start, stop in layout.shards:
+        shard = levels[start:stop].T[layout.order].astype(np.int32, copy=False)
+        np.maximum(shard, least, out=shard)
+        np.minimum(shard, greatest, out=shard)
+        for width, (first, last) in layout.widths.items():
+            # `pack` takes the lowest bits; int16 holds every level.
+            tails[width].append(torch.from_numpy(shard[first:last].astype(np.int16)).view(-1))
+            shard[first:last] >>= width
+        shard += _HALF
+        words.append(_encode_shard(shard, layout, tables))
+    sizes = np.array([len(shard) // 4 for shard in words], dtype="<u4")
+    packed = (bits.pack(torch.cat(pieces), width).numpy().tobytes() for width, pieces in tails.items())
+    return b"".join([sizes.tobytes(), *words, *packed])
+
+
+def decode(payload: bytes | memoryview, tokens: int, classes: Classes, tables: Tables) -> Levels:
+    """The inverse of `encode`: (tokens, K) int32, each within its class's `level_bounds`.
+
+    Raises MismatchError for bytes that `encode` never makes of such levels, as far as sizes, the coder's end state
+    and padding tell; other damage decodes to other levels, and a checksum must catch it. Sizes are compared before
+    anything is allocated; only `tokens` and `classes`, which the caller has checked, decide how much.
+    """
+    layout = _Layout.of(tokens, classes)
+    shards, tail = _split(memoryview(payload), layout)
+    low = _unpack_low(tail, layout)
+    levels = np.empty((tokens, classes.size), dtype=np.int32)
+    for (start, stop), words in zip(layout.shards, shards, strict=True):
+        shard = _decode_shard(words, stop - start, layout, tables)
+        shard -= _HALF
+        for width, (first, last) in layout.widths.items():
+            taken = low[width][start * (last - first) : stop * (last - first)]
+            shard[first:last] <<= width
+            shard[first:last] |= taken.reshape(last - first, stop - start)
+        levels[start:stop].T[layout.order] = shard
+    return levels
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where everything lies. Rows are coordinates in class order: ascending by class, then by coordinate.
+
+    order: (K,) the coordinate in each row; runs: (class, first row, end) for each class present; widths: how many low
+    bits, ascending, to the rows that have so many; shards: the first token and the end of each.
+    """
+
+    tokens: int
+    order: npt.NDArray[np.intp]
+    runs: list[tuple[int, int, int]]
+    widths: dict[int, tuple[int, int]]
+    shards: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, tokens: int, classes: Classes) -> _Layout:
+        if classes.ndim != 1 or classes.max(initial=0) >= CLASSES:
+            raise ValueError(f"classes below {CLASSES} in one dimension expected, got {classes!r}")
+        order = np.argsort(classes, kind="stable")
+        low = LOW_BITS[classes][order]
+        shards: list[tuple[int, int]] = []
+        if classes.size:
+            length = max(1, _SHARD_SYMBOLS // classes.size)
+            shards = [(start, min(start + length, tokens)) for start in range(0, tokens, length)]
+        return cls(
+            tokens=tokens,
+            order=order,
+            runs=list(_runs(classes[order])),
+            widths={width: (first, last) for width, first, last in _runs(low) if width},
+            shards=shards,
+        )
+
+    @property
+    def low_bytes(self) -> int:
+        return sum(
+            bits.packed_bytes(self.tokens * (last - first), width)
+            for width, (first, last) in self.widths.items()
+        )
+
+
+def _runs(ascending: npt.NDArray[np.uint8]) -> Iterator[tuple[int, int, int]]:
+    """(value, first, end) for each value of a sorted array."""
+    values, firsts = np.unique(ascending, return_index=True)
+    ends = [*firsts[1:].tolist(), len(ascending)]
+    yield from zip(values.tolist(), firsts.tolist(), ends, strict=True)
+
+
+def _most_words(tokens: int, columns: int) -> int:
+    """No symbol makes the coder's state longer than by PRECISION bits (its share is at least 2**-PRECISION)."""
+    return -(-tokens * columns * PRECISION // 32)
+
+
+def _encode_shard(symbols: Levels, layout: _Layout, tables: Tables) -> bytes:
+    """Words of the symbols (K, tokens) of one shard. The coder is a stack: what is read first goes in last."""
+    coder = constriction.stream.stack.AnsCoder()
+    for row, first, last in reversed(layout.runs):
+        coder.encode_reverse(symbols[first:last].reshape(-1), tables.models[row])
+    words: npt.NDArray[np.uint32] = coder.get_compressed()
+    return words.astype("<u4", copy=False).tobytes()
+
+
+def _decode_shard(words: npt.NDArray[np.uint32], tokens: int, layout: _Layout, tables: Tables) -> Levels:
+    """Symbols (K, tokens) of one shard."""
+    if len(words) and not words[-1]:
+        raise MismatchError("entropy-coded levels: a shard ends in a word of zeros")
+    coder = constriction.stream.stack.AnsCoder(words)
+    symbols = np.empty((layout.order.size, tokens), dtype=np.int32)
+    for row, first, last in layout.runs:
+        symbols[first:last] = coder.decode(tables.models[row], tokens * (last - first)).reshape(-1, tokens)
+    if not coder.is_empty():
+        raise MismatchError("entropy-coded levels: a shard holds more than its symbols")
+    return symbols
+
+
+def _unpack_low(tail: memoryview, layout: _Layout) -> dict[int, Levels]:
+    """The low bits of all levels, by how many there are, in the order of the stream."""
+    low: dict[int, Levels] = {}
+    for width, (first, last) in layout.widths.items():
+        count = layout.tokens * (last - first)
+        size = bits.packed_bytes(count, width)
+        packed = torch.frombuffer(bytearray(tail[:size]), dtype=torch.uint8)
+        low[width] = bits.unpack(packed, width, count).numpy()
+        tail = tail[size:]
+    return low
+
+
+def _split(payload: memoryview, layout: _Layout) -> tuple[list[npt.NDArray[np.uint32]], memoryview]:
+    """The words of every shard, and the packed low bits. Raises MismatchError when the sizes do not fit."""
+    head = 4 * len(layout.shards)
+    if len(payload) < head + layout.low_bytes:
+        raise MismatchError(
+            f"entropy-coded levels: {len(payload)} bytes where sizes and low bits alone "
+            f"take {head + layout.low_bytes}"
+        )
+    sizes = np.frombuffer(payload[:head], dtype="<u4").astype(np.int64)
+    for (start, stop), size in zip(layout.shards, sizes.tolist(), strict=True):
+        most = _most_words(stop - start, layout.order.size)
+        if size > most:
+            raise MismatchError(f"entropy-coded levels: a shard of {size} words where {most} are the most")
+    want = head + 4 * int(sizes.sum()) + layout.low_bytes
+    if len(payload) != want:
+        raise MismatchError(f"entropy-coded levels: {len(payload)} bytes where the shards say {want}")
+    tail = want - layout.low_bytes
+    words = np.frombuffer(payload[head:tail], dtype="<u4").astype(np.uint32)
+    return np.split(words, np.cumsum(sizes)[:-1]) if layout.shards else [], payload[tail:]
+
+
+def _laplacian(dead: float) -> npt.NDArray[np.float64]:
+    """(CLASSES, SYMBOLS): chance of each symbol of a Laplacian coordinate of unit variance."""
+    rows = np.arange(CLASSES)[:, None]
+    # The least level of every symbol but the first, in steps.
+    least = np.arange(1 - _HALF, _HALF)[None, :] << LOW_BITS[:, None].astype(np.int64)
+    # Level L >= 1 begins at |x| = L - dead; what lies below a level L <= 0 begins at |x| = 1 - L - dead.
+    edge = np.where(least > 0, least - dead, 1 - least - dead) * 2.0 ** ((UNIT_CLASS - rows) / 8)
+    beyond = 0.5 * np.exp(-np.sqrt(2) * edge)
+    below = np.where(least > 0, 1 - beyond, beyond)
+    return np.diff(below, axis=1, prepend=0.0, append=1.0)
+
+
+def _whole(shares: npt.NDArray[np.float64]) -> npt.NDArray[np.uint32]:
+    """Shares of rows that sum to 1, as counts: at least 1 each, 2**PRECISION a row."""
+    counts = 1 + np.floor(shares * ((1 << PRECISION) - SYMBOLS)).astype(np.int64)
+    counts[np.arange(len(counts)), counts.argmax(axis=1)] += (1 << PRECISION) - counts.sum(axis=1)
+    return counts.astype(np.uint32)
+
+
+def _pool(unit: npt.NDArray[np.floating], own: npt.NDArray[np.int64], row: int) -> npt.NDArray[np.floating]:
+    """Samples for class `row`: those of the coordinates within _POOL_CLASSES, or of the nearest ones while those
+    are few; evenly spaced tokens of them where they are many."""
+    distance = np.abs(own - row)
+    nearest = np.argsort(distance, kind="stable")
+    alike = int((distance <= _POOL_CLASSES).sum())
+    enough = -(-_FEW_SAMPLES // len(unit))
+    chosen = nearest[: max(alike, enough)]
+    stride = max(1, chosen.size * len(unit) // _MANY_SAMPLES)
+    return unit[::stride][:, chosen]
+
+
+def _symbols_of(samples: npt.NDArray[np.floating], row: int, dead: float) -> npt.NDArray[np.int32]:
+    """Flat symbols of unit samples at the ratio of scale to step of class `row`."""
+    scaled = samples.reshape(-1).astype(np.float32) * np.float32(2.0 ** ((row - UNIT_CLASS) / 8))
+    levels = (np.sign(scaled) * np.floor(np.abs(scaled) + np.float32(dead))).astype(np.int32)
+    symbols: npt.NDArray[np.int32] = (levels >> int(LOW_BITS[row])).clip(-_HALF, _HALF - 1) + _HALF
+    return symbols
