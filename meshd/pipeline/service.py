@@ -234,6 +234,7 @@ class Pipeline:
                 continue
             if trip.cargo.frame is None:
                 trip.cargo.frame = await self._computed(forward(), trip.partial)
+                self._replayed(trip)
             try:
                 return await self._attempt(trip, replica), replica.peer_id
             except Busy:
@@ -282,10 +283,14 @@ class Pipeline:
                 self._router.returned(replica.peer_id, elapsed)
 
     def _again(self, trip: _Trip, partial: bool) -> None:
-        if trip.attempt == trip.first_attempt and trip.cargo.frame is None:
-            self.stage.metrics.count("microbatches_replayed")
         trip.partial |= partial
         trip.attempt = self.stage.rng.getrandbits(32)
+
+    def _replayed(self, trip: _Trip) -> None:
+        """It was sent whole, did not come back, and runs again (DESIGN section 2.5). Counted once, however often."""
+        if not trip.replayed and not trip.evaluate:
+            self.stage.metrics.count("microbatches_replayed")
+        trip.replayed = True
 
     def _given_up(self, trip: _Trip) -> bool:
         """Whether it has gone nowhere for too long. The time counts from the first call."""
@@ -381,10 +386,7 @@ class _Trip:
     evaluate: int
     cargo: Cargo
     partial: bool = False
+    replayed: bool = False
     failed: str = ""
     troubled_since: float | None = None
     refused: dict[str, str] = field(default_factory=dict)
-    first_attempt: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.first_attempt = self.attempt

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from google.protobuf.message import Message
 
 from meshd.config.load import validate
 from meshd.config.peer import PeerConfig
@@ -29,7 +30,7 @@ from meshd.pipeline.service import Passed, Pipeline
 from meshd.proto import meshd_pb2 as pb
 from meshd.sim.clock import VirtualClock
 from meshd.state.bundle import BundleStore
-from meshd.transport.memory import MemoryNetwork
+from meshd.transport.memory import Delivery, MemoryNetwork, Tap
 
 
 def tiny_spec(weights: Path, text: Path, /, **tables: dict[str, Any]) -> RunSpec:
@@ -127,6 +128,36 @@ class Additions:
         assert max(self.seen.values()) == 1
 
 
+def unharmed(source: str, target: str, message: Message) -> list[Delivery]:
+    """The tap that delivers everything."""
+    return [Delivery(message)]
+
+
+@dataclass
+class Payloads:
+    """A tap that notes what goes down from one address: targets, and attempts by sequence number of what is trained on.
+
+    It counts chunks: of the runs here, the payload of a microbatch is a single one. then: decides on the delivery.
+    """
+
+    source: str
+    then: Tap = unharmed
+    targets: Counter[str] = field(default_factory=Counter)
+    attempts: dict[int, set[int]] = field(default_factory=dict)
+
+    def __call__(self, source: str, target: str, message: Message) -> list[Delivery]:
+        if source == self.source and isinstance(message, pb.LinkMessage) and message.HasField("chunk"):
+            id = message.chunk.id
+            self.targets[target] += 1
+            if id.sequence < 1 << 63:  # evaluations are numbered from there
+                self.attempts.setdefault(id.sequence, set()).add(id.attempt)
+        return self.then(source, target, message)
+
+    def repeated(self) -> int:
+        """How many microbatches went down whole more than once."""
+        return sum(len(attempts) > 1 for attempts in self.attempts.values())
+
+
 def whole_loss(model: Any, batch: Any) -> torch.Tensor:
     """Mean cross-entropy over a microbatch's label tokens, by the whole model in plain torch."""
     logits = model(batch.inputs).logits
@@ -157,7 +188,6 @@ class Swarm:
     tasks: asyncio.TaskGroup
     peers: dict[str, Peer] = field(default_factory=dict)
     running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    replayed_before: float = 0.0
 
     def folder(self, name: str) -> Path:
         return self.operator_folder if name == "seed" else self.root / name
@@ -253,8 +283,6 @@ class Swarm:
         everyone = [name for names in stages for name in names]
         await self.working(*everyone)
         self.network.heal()
-        # Those who tried meanwhile count that they must try again.
-        self.replayed_before = self.counted("microbatches_replayed")
 
     def counted(self, metric: str, *names: str) -> float:
         """Sum of a counter over these peers (all of them when none are named)."""
@@ -262,8 +290,8 @@ class Swarm:
         return sum(self.peers[name].metrics.value(metric) for name in chosen)
 
     def replayed(self) -> float:
-        """Microbatches that went a second time over some link, since training began."""
-        return self.counted("microbatches_replayed") - self.replayed_before
+        """Microbatches that went a second time over some link."""
+        return self.counted("microbatches_replayed")
 
     def version(self, name: str) -> int:
         """Inner steps in a peer's weights."""

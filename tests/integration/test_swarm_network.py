@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from google.protobuf.message import Message
-from swarm import Additions, Swarm, swarm, tiny_spec
+from swarm import Additions, Payloads, Swarm, swarm, tiny_spec
 
 from meshd.pipeline.upstream import Intake
 from meshd.proto import meshd_pb2 as pb
@@ -48,6 +48,7 @@ def flipped(message: pb.LinkMessage) -> list[Delivery]:
 FAULTS: dict[str, tuple[set[str], Callable[[pb.LinkMessage], list[Delivery]]]] = {
     "offers and answers lost": ({"offer", "answer"}, lambda message: []),
     "payloads and results lost": ({"chunk", "gradient"}, lambda message: []),
+    "anything lost": ({"offer", "answer", "chunk", "gradient"}, lambda message: []),
     "all doubled": (
         {"offer", "answer", "chunk", "gradient", "drop", "credit", "cancel", "progress"},
         lambda message: [Delivery(message), Delivery(message)],
@@ -82,15 +83,18 @@ def test_a_network_that_harms_messages_costs_time_only(
                 harmed.append(message.WhichOneof("body") or "")
                 return harm(message)
 
-            s.network.tap = of_links(kinds, counted, random.Random(1))
+            s.network.tap = sent = Payloads("a0:1", of_links(kinds, counted, random.Random(1)))
             await s.finished(*NAMES)
             assert harmed
             account = s.account("a0")
             assert account.holds
             # A result that was lost is waited for long; the run does not wait for it.
-            assert len(account.open) <= 4 * (fault == "payloads and results lost")
+            assert len(account.open) <= 4 * ("chunk" in kinds)
             assert account.tokens >= spec.stop_tokens
-            if fault in ("payloads and results lost", "payloads damaged"):
+            assert s.replayed() == sent.repeated()
+            if fault in ("offers and answers lost", "all delayed"):
+                assert s.replayed() == 0  # nothing that had been sent was lost
+            elif fault != "all doubled":
                 assert s.replayed() > 0
             assert all_sound(s, NAMES)
         added.check()
