@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 
 import psutil
 import torch
@@ -13,6 +14,7 @@ from meshd.model.families import load_config
 from meshd.model.stage import StageModel
 from meshd.model.weights import memory_estimate
 from meshd.observe.log import event
+from meshd.peer.cgroup import cgroup_room
 from meshd.peer.join import Supply
 from meshd.peer.snapshots import watermarks_at
 from meshd.pipeline.exhaustion import with_memory
@@ -37,16 +39,21 @@ def choose_device(wanted: str) -> torch.device:
     return device
 
 
-def check_memory(needed: int, parts: str, device: torch.device, stage: int) -> None:
-    """Refuse a stage that cannot fit, before anything is loaded (C18). Raises ResourceError."""
+def check_memory(needed: int, parts: str, device: torch.device, stage: int, root: Path = Path("/")) -> None:
+    """Refuse a stage that cannot fit, before anything is loaded (C18). Raises ResourceError. root: see cgroup_room."""
+    under = ""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
         free = psutil.virtual_memory().available
+        room = cgroup_room(root)
+        if room is not None and room.free < free:
+            free, under = room.free, f" under {room}"
     if needed > free:
         raise ResourceError(
-            f"stage {stage} needs about {needed / 2**30:.1f} GiB ({parts}), {device} has {free / 2**30:.1f} GiB free. "
-            "Fix: another stage, fewer layers a stage (model.stages), a smaller microbatch, or free memory"
+            f"stage {stage} needs about {needed / 2**30:.1f} GiB ({parts}), {device} has {free / 2**30:.1f} GiB "
+            f"free{under}. Fix: another stage, fewer layers a stage (model.stages), a smaller microbatch, or free memory"
+            + (", or a higher limit" if under else "")
         )
 
 
