@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from meshd.config.runspec import OptimSpec
+from meshd.config.runspec import OptimSpec, RunSpec
 from meshd.proto import meshd_pb2 as pb
 
 
@@ -32,6 +32,10 @@ class StepGate:
     A replica's share is batch_tokens / live replicas. Microbatches do not divide shares evenly: what goes over a
     share counts toward the next, so that over time a stage steps exactly once per batch_tokens added by its replicas
     together.
+
+    A microbatch is never split. Where it holds more tokens than a share (`outgrown`), a replica steps on each one, and
+    no gate could do better: its steps are larger than they should be, as if batch_tokens were replicas * microbatch,
+    and fewer in the same proportion. What goes by global tokens (learning rate, snapshots, the run's end) stays right.
     """
 
     def __init__(self, batch_tokens: int) -> None:
@@ -47,6 +51,18 @@ class StepGate:
         # A share that shrank (a replica joined) must not turn into a burst of steps on few tokens.
         self._credit = min(self._credit - share, share)
         return True
+
+
+def outgrown(spec: RunSpec, live_replicas: int) -> str | None:
+    """What to tell the operator when a stage has too many replicas for the run's batch, else None. Pure."""
+    together, batch = live_replicas * spec.data.microbatch, spec.optim.inner_batch
+    if together <= batch:
+        return None
+    return (
+        f"{live_replicas} replicas step on a microbatch of {spec.data.microbatch} sequences each, {together} together, "
+        f"where optim.inner_batch = {batch}: steps are {together / batch:.3g} times as large and as few. Fix: "
+        f"optim.inner_batch = {together} or more, a smaller data.microbatch, or fewer replicas of this stage"
+    )
 
 
 class TokenCounter:

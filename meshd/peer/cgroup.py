@@ -23,7 +23,7 @@ _V2 = _Files("memory.max", "memory.current", ("active_file", "inactive_file"))
 
 @dataclass(frozen=True)
 class Room:
-    """free: bytes below `limit` (bytes), which the file `path` sets; file cache counts as free, as the kernel drops it."""
+    """free: bytes below `limit` (bytes), set by the file `path`; file cache counts as free: the kernel drops it."""
 
     free: int
     limit: int

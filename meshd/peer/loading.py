@@ -52,8 +52,8 @@ def check_memory(needed: int, parts: str, device: torch.device, stage: int, root
     if needed > free:
         raise ResourceError(
             f"stage {stage} needs about {needed / 2**30:.1f} GiB ({parts}), {device} has {free / 2**30:.1f} GiB "
-            f"free{under}. Fix: another stage, fewer layers a stage (model.stages), a smaller microbatch, or free memory"
-            + (", or a higher limit" if under else "")
+            f"free{under}. Fix: another stage, fewer layers a stage (model.stages), a smaller microbatch, or free "
+            "memory" + (", or a higher limit" if under else "")
         )
 
 

@@ -14,6 +14,7 @@ from meshd.gossip.service import Gossip
 from meshd.gossip.values import FlatParameters
 from meshd.observe.log import event
 from meshd.optim.inner import StepReport
+from meshd.optim.schedule import outgrown
 from meshd.peer.directory import Directory
 from meshd.peer.evaluation import Evaluation
 from meshd.peer.join import Supply
@@ -197,10 +198,13 @@ class StagePeer:
     async def _watch(self, worker: DeviceWorker) -> None:
         """Gauges that nobody pushes, and a sign of life for whoever watches the log."""
         before, since = worker.busy_s, self._clock.monotonic()
-        told = since
+        told, warned = since, False
         while True:
             await self._clock.sleep(1.0)
             now = self._clock.monotonic()
+            if not warned and (problem := outgrown(self._run.spec, self._directory.live_replicas())):
+                event(log, "batch_outgrown", level=logging.WARNING, problem=problem)
+                warned = True
             if now - told >= _SIGN_OF_LIFE_S:
                 told = now
                 self._tell()

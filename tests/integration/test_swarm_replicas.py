@@ -12,6 +12,7 @@ from swarm import Swarm, held_out_loss, swarm, tiny_spec, whole_loss
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshd.data.stream import TokenStream, stream_seed
+from meshd.observe.log import fields_of
 from meshd.optim.schedule import learning_rate
 from meshd.peer.export import export_checkpoint
 from meshd.proto import meshd_pb2 as pb
@@ -138,3 +139,26 @@ def test_the_exported_checkpoint_has_the_loss_that_the_swarm_reported(
     assert model.get_output_embeddings().weight is embedding
     moved = not torch.equal(embedding, base.get_input_embeddings().weight)
     assert moved == (tied == "ring")
+
+
+def test_replicas_that_outgrow_the_batch_say_so_once_and_the_run_still_ends_where_it_should(
+    tiny_model: Path, adapt_text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A share is less than a microbatch: each one is a step, of the stage that has the replicas and of no other."""
+    spec = tiny_spec(
+        tiny_model, adapt_text, optim={"inner_batch": 2}, snapshot={"evaluate": False}, stop={"steps": 8}
+    )
+
+    async def main() -> None:
+        async with swarm(spec, tmp_path) as s:
+            s.delay(0.2, "seed", "a0", "a1", "b1")
+            await s.gathered(["a0"], ["a1", "b1"])
+            await s.finished("a0", "a1", "b1")
+            assert s.version("a0") == s.version("a1") + s.version("b1") == 8
+            assert s.account("a0").tokens == spec.stop_tokens, "not one microbatch over"
+
+    with caplog.at_level("WARNING"):
+        run_virtual(main())
+    problems = [fields_of(r)["problem"] for r in caplog.records if r.getMessage() == "batch_outgrown"]
+    assert len(problems) == 2  # a1's and b1's
+    assert all("2 replicas" in problem and "inner_batch = 4 or more" in problem for problem in problems)

@@ -7,9 +7,10 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipeline_helpers import make_run
 
 from meshd.config.runspec import OptimSpec
-from meshd.optim.schedule import StepGate, TokenCounter, learning_rate
+from meshd.optim.schedule import StepGate, TokenCounter, learning_rate, outgrown
 from meshd.proto import meshd_pb2 as pb
 
 # ---- learning rate --------------------------------------------------------------------------------------------------
@@ -93,6 +94,31 @@ def test_a_share_that_shrinks_gives_no_burst_of_steps() -> None:
     assert not gate.add(999, 1)
     # 999 tokens are 99 shares of 10, but they are one gradient: it is one step, and at most one share is left over.
     assert [gate.add(1, 100) for _ in range(10)] == [True, True, *[False] * 8]
+
+
+@pytest.mark.parametrize("size", [30, 64, 1000])
+def test_microbatches_larger_than_a_share_are_a_step_each_and_leave_no_debt(size: int) -> None:
+    """Steps are then larger and fewer than once per batch; when shares grow again, they are right at once."""
+    replicas, batch = 4, 100
+    gates = [StepGate(batch) for _ in range(replicas)]
+    taken = [gate.add(size, replicas) for _ in range(50) for gate in gates]
+    assert all(taken)
+    per_replica = len(taken) // replicas
+    assert per_replica == 50
+    # The others have gone. At most the one share that was left over counts toward the first step.
+    gate = gates[0]
+    steps = sum(gate.add(10, 1) for _ in range(100))
+    assert steps == 1000 // batch
+
+
+def test_a_batch_that_a_stages_replicas_outgrow_is_said_with_the_numbers() -> None:
+    spec = make_run([2], optim={"inner_batch": 8}, data={"microbatch": 4}).spec
+    assert outgrown(spec, 1) is outgrown(spec, 2) is None
+    told = outgrown(spec, 3)
+    assert told is not None
+    assert "3 replicas" in told
+    assert "12 together, where optim.inner_batch = 8: steps are 1.5 times as large" in told
+    assert "Fix: optim.inner_batch = 12 or more" in told
 
 
 def test_no_live_replica_known_counts_as_one() -> None:
