@@ -76,6 +76,8 @@ class Injector:
                     continue
                 if self._pause_s:
                     await self._stage.clock.sleep(self._pause_s)
+                    if self.stopping or not self._may_inject():
+                        continue  # others went on meanwhile, and may have ended the run
                 item, batch = self._stream.next()
                 self._in_flight += 1
                 self._in_flight_tokens += batch.label_tokens
@@ -88,6 +90,9 @@ class Injector:
         self._room.set()
 
     def _may_inject(self) -> bool:
+        """Whether one more may go out. It may not once what is committed and what this origin has in flight come to the
+        run's tokens: the run then ends at most one microbatch over, plus what other origins have in flight. That is
+        unknown here; asking for it would put a round trip before every microbatch to save the last few."""
         if self._in_flight >= self._limit:
             return False
         if self._spec.pipeline.lockstep and self._batch_left <= 0:
