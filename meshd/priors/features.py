@@ -57,7 +57,7 @@ class TokenFeatures:
         rank = min(rank, hidden, vocabulary, MOST_RANK)
         total = torch.zeros(hidden, dtype=torch.float64)
         moment = torch.zeros((hidden, hidden), dtype=torch.float64)
-        for rows in weight.split(_CHUNK_ROWS):
+        for rows in torch.split(weight, _CHUNK_ROWS):
             rows = rows.float()
             total += rows.sum(0, dtype=torch.float64)
             moment += rows.T @ rows
@@ -69,7 +69,7 @@ class TokenFeatures:
         _, vectors = torch.linalg.eigh(moment / vocabulary - torch.outer(mean, mean))
         directions = vectors.flip(1)[:, :rank].float()  # eigh's order is ascending
         projected = torch.cat(
-            [(rows.float() - mean.float()) @ directions for rows in weight.split(_CHUNK_ROWS)]
+            [(rows.float() - mean.float()) @ directions for rows in torch.split(weight, _CHUNK_ROWS)]
         )
         # A direction without spread (an embedding of low rank) stays zero instead of becoming amplified rounding.
         spread = projected.std(0, correction=0)

@@ -1,0 +1,262 @@
+"""The codec prior of a boundary: what both sides need to encode and decode, immutable and named by its hash (DESIGN
+section 3). It arrives from strangers: `from_bytes` checks everything that decoding relies on."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from meshd.errors import MismatchError
+from meshd.wire.entropy import CLASSES, SYMBOLS, Tables
+
+FORMAT = 1
+SCALE_LIMIT = 64 * 40
+"""Scale indices are within +-SCALE_LIMIT: scales between 2**-40 and 2**40."""
+
+_LARGEST = 2.0**40
+_MOST_FACT = 2**62
+# The JSON header of a prior's file takes about 1,200.
+_HEADER_BYTES = 4096
+_TYPES = {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+}
+
+Direction = Literal["forward", "backward"]
+_DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
+
+
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """Coordinates of one direction, in order of falling scale; K of them, at most hidden.
+
+    encode: (K, hidden) bf16, z = encode @ x; decode: (hidden, K) bf16, x = decode @ z. scale_index: (K,) int16, of the
+    coordinates' scale after the per-token gain, round(64 * log2(scale)). tables: for the levels of z / (gain * step).
+    """
+
+    encode: torch.Tensor
+    decode: torch.Tensor
+    scale_index: torch.Tensor
+    tables: Tables
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """(K,) float32: what the indices mean."""
+        return torch.exp2(self.scale_index.to(torch.float32) / 64)
+
+    def on(self, device: torch.device) -> Basis:
+        """The same with its tensors on another device."""
+        encode, decode = self.encode.to(device), self.decode.to(device)
+        return Basis(encode, decode, self.scale_index.to(device), self.tables)
+
+
+@dataclass(frozen=True, eq=False)
+class BoundaryPrior:
+    """What is known of one boundary.
+
+    boundary: number of the cut. tokens: how many it was fitted on. measured: the run's global tokens when it was.
+    mean: (hidden,) float32, of h; predictor: (rank + 1, hidden) bf16, of h from [features, 1]. A token whose norm is
+    over `outlier_norm` is an outlier: near `outlier_mean`, (hidden,) float32, and not meant for `forward`.
+    `backward.encode` is orthonormal; its transpose, `backward.decode`, does not cross.
+    name: SHA-256 of the bytes that cross; empty in a draft that is not `sealed` yet.
+    """
+
+    boundary: int
+    tokens: int
+    measured: int
+    mean: torch.Tensor
+    predictor: torch.Tensor
+    outlier_norm: float
+    outlier_mean: torch.Tensor
+    forward: Basis
+    backward: Basis
+    name: bytes = b""
+    _placed: dict[torch.device, BoundaryPrior] = field(default_factory=dict, repr=False)
+
+    @property
+    def hidden(self) -> int:
+        return self.mean.shape[0]
+
+    @property
+    def rank(self) -> int:
+        """Token features that the predictor takes."""
+        return self.predictor.shape[0] - 1
+
+    def basis(self, direction: Direction) -> Basis:
+        return self.forward if direction == "forward" else self.backward
+
+    def on(self, device: torch.device) -> BoundaryPrior:
+        """The same with its tensors on `device`, copied there once."""
+        if self.mean.device == device:
+            return self
+        if device not in self._placed:
+            self._placed[device] = replace(
+                self,
+                mean=self.mean.to(device),
+                predictor=self.predictor.to(device),
+                outlier_mean=self.outlier_mean.to(device),
+                forward=self.forward.on(device),
+                backward=self.backward.on(device),
+                _placed={},
+            )
+        return self._placed[device]
+
+    def sealed(self) -> BoundaryPrior:
+        """A draft, in the precision that crosses and named: what others get is what its author uses. On the CPU.
+
+        Raises MismatchError when it is no valid prior.
+        """
+        return self.from_bytes(self.to_bytes(), self.hidden, self.rank)
+
+    def to_bytes(self) -> bytes:
+        """The file that crosses. Relays pass on the bytes that they got: another version may write others."""
+        facts = [FORMAT, self.boundary, self.tokens, self.measured]
+        tensors = {
+            "facts": torch.tensor(facts, dtype=torch.int64),
+            "mean": self.mean,
+            "predictor": self.predictor,
+            "outlier_norm": torch.tensor([self.outlier_norm]),
+            "outlier_mean": self.outlier_mean,
+            "forward.decode": self.forward.decode,
+        }
+        for direction in _DIRECTIONS:
+            basis = self.basis(direction)
+            tensors[f"{direction}.encode"] = basis.encode
+            tensors[f"{direction}.scale_index"] = basis.scale_index
+            tensors[f"{direction}.tables"] = torch.from_numpy(basis.tables.to_array().astype(np.int32))
+        specs = _specs(self.hidden, self.rank, len(self.forward.scale_index), len(self.backward.scale_index))
+        written = {
+            name: tensor.detach().to("cpu", _TYPES[specs[name].dtype]).contiguous()
+            for name, tensor in tensors.items()
+        }
+        data: bytes = safetensors.torch.save(written)
+        return data
+
+    @classmethod
+    def from_bytes(cls, data: bytes, hidden: int, rank: int, name: bytes | None = None) -> BoundaryPrior:
+        """Read a prior, with all that decoding relies on checked: sizes before anything is allocated, then names,
+        shapes, dtypes and values.
+
+        hidden, rank: of the run's model and token features. name: what the bytes must hash to. Raises MismatchError
+        naming what is wrong.
+        """
+        if len(data) > most_bytes(hidden, rank):
+            raise MismatchError(f"a prior of {len(data)} bytes where {most_bytes(hidden, rank)} are the most")
+        digest = hashlib.sha256(data).digest()
+        if name is not None and digest != name:
+            raise MismatchError(f"a prior's bytes are {digest.hex()[:16]}, not {name.hex()[:16]}")
+        raw = _unpack(data, hidden, rank)
+        version, boundary, tokens, measured = raw["facts"].tolist()
+        if version != FORMAT:
+            raise MismatchError(f"a prior of format {version}; this version reads {FORMAT}")
+        if not (0 <= boundary <= _MOST_FACT and 0 <= tokens <= _MOST_FACT and 0 <= measured <= _MOST_FACT):
+            raise MismatchError(f"a prior of boundary {boundary}, tokens {tokens}, measured at {measured}")
+        outlier_norm = float(raw["outlier_norm"])
+        if outlier_norm <= 0:
+            raise MismatchError(f"a prior's outlier norm is {outlier_norm}")
+        return cls(
+            boundary,
+            tokens,
+            measured,
+            raw["mean"],
+            raw["predictor"],
+            outlier_norm,
+            raw["outlier_mean"],
+            _basis(raw, "forward"),
+            _basis(raw, "backward"),
+            digest,
+        )
+
+
+def most_bytes(hidden: int, rank: int) -> int:
+    """Bytes of the largest prior that fits a run: the most that is read of one."""
+    return _HEADER_BYTES + sum(spec.bytes for spec in _specs(hidden, rank, hidden, hidden).values())
+
+
+class _Spec(NamedTuple):
+    """Shape, and dtype as safetensors calls it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * _TYPES[self.dtype].itemsize
+
+
+def _specs(hidden: int, rank: int, forward: int, backward: int) -> dict[str, _Spec]:
+    """Every tensor of a prior with so many coordinates in each direction."""
+    specs = {
+        "facts": _Spec((4,), "I64"),
+        "mean": _Spec((hidden,), "F32"),
+        "predictor": _Spec((rank + 1, hidden), "BF16"),
+        "outlier_norm": _Spec((1,), "F32"),
+        "outlier_mean": _Spec((hidden,), "F32"),
+        "forward.decode": _Spec((hidden, forward), "BF16"),
+    }
+    for direction, coded in zip(_DIRECTIONS, (forward, backward), strict=True):
+        specs[f"{direction}.encode"] = _Spec((coded, hidden), "BF16")
+        specs[f"{direction}.scale_index"] = _Spec((coded,), "I16")
+        specs[f"{direction}.tables"] = _Spec((CLASSES, SYMBOLS), "I32")
+    return specs
+
+
+def _unpack(data: bytes, hidden: int, rank: int) -> dict[str, torch.Tensor]:
+    """The tensors of a prior, of the right names, shapes and dtypes, and finite. Raises MismatchError."""
+    if int.from_bytes(data[:8], "little") > _HEADER_BYTES:
+        raise MismatchError("a prior's header is damaged, or of another version")
+    try:
+        found = dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]
+    except SafetensorError as fault:
+        raise MismatchError(f"a prior is no safetensors file: {fault}") from None
+    coded = [_coordinates(found, direction, hidden) for direction in _DIRECTIONS]
+    specs = _specs(hidden, rank, *coded)
+    if found.keys() != specs.keys():
+        strange = sorted(found.keys() ^ specs.keys())[0]
+        raise MismatchError(f"a prior's tensor {strange[:64]!r} is missing or unknown")
+    tensors = {}
+    for name, spec in specs.items():
+        it = _Spec(tuple(found[name]["shape"]), found[name]["dtype"])
+        if it != spec:
+            raise MismatchError(
+                f"a prior's {name} is {list(it.shape)} {it.dtype}, expected {list(spec.shape)} {spec.dtype}"
+            )
+        tensor = torch.frombuffer(found[name]["data"], dtype=_TYPES[spec.dtype]).reshape(spec.shape)
+        if tensor.is_floating_point() and not bool((tensor.abs() <= _LARGEST).all()):  # false for NaN as well
+            raise MismatchError(f"a prior's {name} has values that are not finite, or over {_LARGEST:g}")
+        tensors[name] = tensor
+    return tensors
+
+
+def _coordinates(found: dict[str, dict[str, Any]], direction: Direction, hidden: int) -> int:
+    name = f"{direction}.scale_index"
+    shape = found[name]["shape"] if name in found else []
+    if len(shape) != 1 or not 1 <= shape[0] <= hidden:
+        raise MismatchError(
+            f"a prior's {name} is of shape {shape[:8]}; 1 to {hidden} coordinates are expected"
+        )
+    return int(shape[0])
+
+
+def _basis(raw: dict[str, torch.Tensor], direction: Direction) -> Basis:
+    encode, index = raw[f"{direction}.encode"], raw[f"{direction}.scale_index"]
+    if (
+        int(index.abs().max()) > SCALE_LIMIT or int(index.min()) < -SCALE_LIMIT
+    ):  # abs of int16's minimum is itself
+        raise MismatchError(f"a prior's {direction}.scale_index is outside +-{SCALE_LIMIT}")
+    if bool((index[1:] > index[:-1]).any()):
+        raise MismatchError(f"a prior's {direction}.scale_index does not fall")
+    decode = raw["forward.decode"] if direction == "forward" else encode.T
+    return Basis(
+        encode, decode, index, Tables.from_array(raw[f"{direction}.tables"].numpy().astype(np.uint32))
+    )
