@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from meshd.errors import DataError
-from meshd.priors.boundary import SCALE_LIMIT, Basis, BoundaryPrior
+from meshd.priors.boundary import SCALE_LIMIT, Basis, BoundaryPrior, Packed
 from meshd.priors.stats import BoundaryStats
 from meshd.wire.entropy import Tables, class_of
 
@@ -15,7 +15,7 @@ MOST_BITS = (4.0, 2.0)
 """Forward, backward: the most bits per value of hidden that priors are cut for."""
 
 # Shares of the mean energy of what they are added to: features, the gradient's metric, residuals.
-_RIDGE = 0.01
+_RIDGE = 0.1
 _FLAT = 0.1
 _FLOOR = 1e-6
 # Residuals with less energy than this share of the hidden state's are rounding: nothing to scale the floor by.
@@ -54,7 +54,7 @@ def fit(
     graded = samples.g[samples.g.any(1)]
     # Only their directions are known of gradients, and what a codec scales each token by undoes the rest.
     unit = torch.nn.functional.normalize(graded, dim=1) * hidden**0.5
-    backward = _basis(unit, vectors.T, vectors, energy, most_bits[1])
+    backward = _basis(unit, vectors.T, None, energy, most_bits[1])
     return BoundaryPrior(
         boundary,
         stats.tokens,
@@ -116,14 +116,19 @@ def _ordered(moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _basis(
-    x: torch.Tensor, encode: torch.Tensor, decode: torch.Tensor, energy: torch.Tensor, most_bits: float
+    x: torch.Tensor,
+    encode: torch.Tensor,
+    decode: torch.Tensor | None,
+    energy: torch.Tensor,
+    most_bits: float,
 ) -> Basis:
     """The coordinates that can be coded, scaled as they are after the per-token gain.
 
-    x: (N, hidden) float32 samples of what is encoded; encode: (hidden, hidden), decode (hidden, hidden), energy:
-    (hidden,) falling, float64.
+    x: (N, hidden) float32 samples of what is encoded; encode, decode: (hidden, hidden), energy: (hidden,) falling,
+    float64. decode: None: the transpose.
     """
-    z = x @ encode.bfloat16().float().T
+    packed = Packed.of(encode)
+    z = x @ packed.matrix().T  # scales are those of what the codec computes
     scale = _rescaled(z, energy.sqrt().float())
     order = scale.argsort(descending=True, stable=True)
     default = Tables.default()
@@ -139,7 +144,9 @@ def _basis(
     index, unit = _indices(scale), z[:, order] / scale
     unit /= _gain(unit)
     tables = Tables.fit(unit.cpu().numpy(), index, _step(index, most_bits / 2 * len(energy), default))
-    return Basis(encode[order], decode[:, order], torch.from_numpy(index), tables)
+    kept = Packed(packed.values[order], packed.rows[order], packed.columns)
+    back = None if decode is None else Packed.of(decode[:, order])
+    return Basis(kept, back, torch.from_numpy(index), tables)
 
 
 def _indices(scale: torch.Tensor) -> npt.NDArray[np.int16]:

@@ -43,23 +43,25 @@ def test_coordinates_are_uncorrelated_and_in_order_of_the_scale_that_they_have()
     h, g, ids = boundary_tokens(4000, 7)
     for basis, x in ((prior.forward, residuals(prior, h, ids)), (prior.backward, g)):
         assert len(basis.scale_index) == HIDDEN
-        z = x @ basis.encode.float().T
+        z = x @ basis.encode.T
         gain = (z / basis.scale).pow(2).mean(1, keepdim=True).sqrt()
         z = z / gain
         scale = z.pow(2).mean(0).sqrt()
         torch.testing.assert_close(basis.scale / scale, torch.ones(HIDDEN), atol=0.1, rtol=0)
-        # The last ones are as small as what rounding `encode` to bf16 lets through of the first.
+        # The last ones are as small as what rounding `encode` lets through of the first.
         correlation = torch.corrcoef(z[:, :12].T) - torch.eye(12)
-        assert float(correlation.abs().max()) < 0.1
+        assert float(correlation.abs().max()) < 0.15
         assert bool((basis.scale_index[1:] <= basis.scale_index[:-1]).all())
 
 
 def test_decoding_undoes_encoding_when_nothing_is_cut() -> None:
+    """To the precision of a prior, in each channel by its own measure, though one is forty times the others."""
     prior = fit(boundary_stats(), 1, most_bits=(10.0, 10.0))
-    for basis in (prior.forward, prior.backward):
-        both = basis.decode.float() @ basis.encode.float()
-        torch.testing.assert_close(both, torch.eye(HIDDEN), atol=0.03, rtol=0)
-    rows = prior.backward.encode.float()
+    h, g, ids = boundary_tokens(1000, 7)
+    for basis, x in ((prior.forward, residuals(prior, h, ids)), (prior.backward, g)):
+        error = x @ basis.encode.T @ basis.decode.T - x
+        assert bool((error.pow(2).mean(0) < 0.04**2 * x.pow(2).mean(0)).all())
+    rows = prior.backward.encode
     torch.testing.assert_close(rows @ rows.T, torch.eye(HIDDEN), atol=0.02, rtol=0)
 
 
@@ -67,9 +69,10 @@ def test_errors_are_put_where_the_gradient_is_small() -> None:
     """A unit error in each coordinate costs the same, in the metric of the gradient: decode^T M decode is flat."""
     stats = boundary_stats()
     prior = fit(stats, 1, most_bits=(10.0, 10.0))
-    metric = stats.gradient / stats.gradient.diagonal().mean() + 0.1 * torch.eye(HIDDEN)
-    decode = prior.forward.decode.double()
-    torch.testing.assert_close(decode.T @ metric @ decode, torch.eye(HIDDEN).double(), atol=0.03, rtol=0)
+    metric = (stats.gradient / stats.gradient.diagonal().mean()).float() + 0.1 * torch.eye(HIDDEN)
+    cost = prior.forward.decode.T @ metric @ prior.forward.decode
+    torch.testing.assert_close(cost.diagonal(), torch.ones(HIDDEN), atol=0.1, rtol=0)
+    assert float((cost - cost.diagonal().diag()).abs().mean()) < 0.02
 
 
 def test_coordinates_that_never_cross_are_cut() -> None:
