@@ -21,6 +21,8 @@ SCALE_LIMIT = 64 * 40
 """Scale indices are within +-SCALE_LIMIT: scales between 2**-40 and 2**40."""
 
 _LARGEST = 2.0**40
+# What stands in for zero where it divides.
+_LEAST = 2.0**-40
 _MOST_FACT = 2**62
 _LEAST_COLUMN = 1 / 64
 # The JSON header of a prior's file takes about 1,500.
@@ -59,8 +61,8 @@ class Packed:
         """
         size = matrix.abs().float()
         columns = size.median(0).values
-        columns = columns.clamp_min(float(columns.mean()) * _LEAST_COLUMN).clamp_min(1 / _LARGEST)
-        rows = (size / columns).amax(1).clamp_min(1 / _LARGEST) / 127
+        columns = columns.clamp_min(float(columns.mean()) * _LEAST_COLUMN).clamp_min(_LEAST)
+        rows = (size / columns).amax(1).clamp_min(_LEAST) / 127
         values = matrix.float() / columns / rows[:, None]
         return cls(values.round().to(torch.int8), rows, columns)
 
@@ -322,4 +324,7 @@ def _basis(raw: dict[str, torch.Tensor], direction: Direction) -> Basis:
 
 
 def _packed(raw: dict[str, torch.Tensor], name: str) -> Packed:
-    return Packed(raw[name], raw[f"{name}.rows"], raw[f"{name}.columns"])
+    packed = Packed(raw[name], raw[f"{name}.rows"], raw[f"{name}.columns"])
+    if 127 * float(packed.rows.abs().max()) * float(packed.columns.abs().max()) > _LARGEST:
+        raise MismatchError(f"a prior's {name} has values over {_LARGEST:g}")
+    return packed

@@ -13,6 +13,7 @@ from swarm import swarm, tiny_spec
 
 from meshd.errors import MismatchError, NetworkError
 from meshd.peer.resolve import load_run
+from meshd.priors.features import FEATURES, RANK, TokenFeatures
 from meshd.proto import meshd_pb2 as pb
 from meshd.sim.clock import EPOCH, VirtualClock, run_virtual
 from meshd.transport.memory import Delivery
@@ -46,6 +47,9 @@ def test_the_link_is_all_that_a_joiner_needs(tiny_model: Path, adapt_text: Path,
             }.items():
                 for bundle in bundles:
                     assert s.store(name).manifest(bundle).sha256 == s.store("seed").manifest(bundle).sha256
+            features = s.store("a1").path("run/features", FEATURES)
+            resolved = run.resolved
+            assert TokenFeatures.load(features, resolved.vocabulary).rank == min(resolved.hidden, RANK)
             # Only the own stage's weights are fetched.
             assert "base/0" not in s.store("a1").names()
 

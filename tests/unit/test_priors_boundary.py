@@ -168,6 +168,12 @@ BAD: dict[str, tuple[str, object]] = {
         "forward.decode.columns has values",
         lambda: {"forward.decode.columns": tensor("forward.decode.columns") * 1e30},
     ),
+    "huge together": (
+        "backward.encode has values over",
+        lambda: {
+            f"backward.encode.{x}": tensor(f"backward.encode.{x}") * 0 + 2.0**25 for x in ("rows", "columns")
+        },
+    ),
     "norm zero": ("outlier norm is 0", lambda: {"outlier_norm": torch.zeros(1)}),
     "norm negative": ("outlier norm is -1", lambda: {"outlier_norm": -torch.ones(1)}),
     "no coordinates": (
