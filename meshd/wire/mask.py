@@ -1,6 +1,6 @@
 """Which coordinates of a token cross the wire: at random by a seed both ends know, or the largest, positions sent.
 
-DESIGN section 3, "The faithful mask". The generator and the column lists are normative (docs/bitstream.md, "Random
+DESIGN section 3, "The faithful mask". The generator and the column lists are normative (docs/masks.md, "Random
 mask" and "Column lists").
 """
 

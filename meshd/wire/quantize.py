@@ -1,7 +1,7 @@
 """Values to small integers and back: Lloyd-Max tables, bits by energy, one uniform step with a dead zone.
 
 DESIGN section 3, "Bits by energy". What both ends must agree on, how many bits each coordinate gets, is computed from
-integers only (docs/bitstream.md, "Bit allotment").
+integers only (docs/masks.md, "Bit allotment").
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 MOST_BITS = 10
+# Scales and steps cross as integers, 64 to an octave: round(64 * log2(value)).
+OCTAVE = 64
 
 # What the next bit is worth: round(64 * log2(D(b) - D(b + 1))), D(b) the Lloyd-Max distortion of a unit Gaussian at b
 # bits and D(0) = 1. Normative and therefore written out: two machines may round a logarithm differently.
