@@ -109,8 +109,8 @@ def no_noise(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def late_for_an_earlier_loop(record: logging.LogRecord) -> bool:
-    """gRPC has one poller for all loops of a process: an event for the closed loop of an earlier test becomes a complaint
-    in the loop that runs now."""
+    """gRPC has one poller for all loops of a process: an event for an earlier test's loop, closed since, becomes a
+    complaint in the loop that runs now."""
     error = record.exc_info and record.exc_info[1]
     of_the_poller = record.name == "asyncio" and "PollerCompletionQueue._handle_events" in record.getMessage()
     return of_the_poller and isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
