@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -104,9 +105,13 @@ def until(
 
 @dataclass
 class Launcher:
-    """Starts processes under `root`, and at the end ends them by their ids."""
+    """Starts processes under `root`, and at the end ends them by their ids.
+
+    temporary: their temporary directory, which nobody else uses.
+    """
 
     root: Path
+    temporary: Path
     daemons: list[Daemon] = field(default_factory=list)
 
     def start(
@@ -134,7 +139,7 @@ class Launcher:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, "TMPDIR": str(self.temporary), **(environment or {})},
                 start_new_session=True,
             )
         daemon = Daemon(name, state, process, log, before)
@@ -165,17 +170,23 @@ class Launcher:
         for daemon in self._named(names):
             daemon.process.wait()
 
+    def forgotten(self) -> list[str]:
+        """Sockets (p2pd's) that are left of the processes that were started here: once they ended, none (C30)."""
+        return sorted(path.name for path in self.temporary.glob("*.sock"))
+
     def _named(self, names: Sequence[str]) -> list[Daemon]:
         return [daemon for daemon in self.daemons if not names or daemon.name in names]
 
 
 @contextmanager
 def launcher(root: Path) -> Iterator[Launcher]:
-    made = Launcher(root)
-    try:
-        yield made
-    finally:
-        made.sweep()
+    # Not under `root`: the path of a socket has at most 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="meshd-") as temporary:
+        made = Launcher(root, Path(temporary))
+        try:
+            yield made
+        finally:
+            made.sweep()
 
 
 def meshd(*arguments: str, command: Sequence[str] = MESHD, timeout_s: float = LONG_S) -> Finished:
@@ -213,11 +224,6 @@ def status(daemon: Daemon) -> pb.StatusReply:
             await transport.close()
 
     return asyncio.run(ask())
-
-
-def sockets() -> set[str]:
-    """Control sockets of p2pd processes in the temporary directory."""
-    return {path.name for path in Path("/tmp").glob("*p2p*.sock")}
 
 
 def write_spec(path: Path, model: Path, text: Path, /, **tables: dict[str, Any]) -> Path:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from daemons import Daemon, Launcher, launcher, meshd, sockets, status, until, write_spec
+from daemons import Daemon, Launcher, launcher, meshd, status, until, write_spec
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -40,7 +40,6 @@ class Run:
 @pytest.fixture(scope="module")
 def run(tiny_model: Path, adapt_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     root = tmp_path_factory.mktemp("run")
-    before = sockets()
     with launcher(root) as launch:
         seed = launch.seed(write_spec(root / "run.toml", tiny_model, adapt_text))
         link = seed.link()
@@ -54,7 +53,7 @@ def run(tiny_model: Path, adapt_text: Path, tmp_path_factory: pytest.TempPathFac
         yield Run(launch, link, seed, stages, codes, json.loads(done.out))
         seed.leave()
         assert launch.sessions() == []
-        assert sockets() <= before
+        assert launch.forgotten() == []
 
 
 def _working(seed: Daemon) -> bool:
