@@ -1,24 +1,18 @@
 """One microbatch of token ids, and its form on the wire (`Batch` in the proto).
 
-Ids are packed without gaps, `bits` = ceil(log2 vocabulary) each: bit j of id i is bit i * bits + j of the
-string, and bit n of the string is bit n % 8, least significant first, of byte n // 8. Masks are packed the
-same way, one bit per value, row after row. Unused bits of a last byte are zero, so that equal microbatches are
-equal bytes.
+Ids are packed without gaps, `bits` = ceil(log2 vocabulary) each, masks with one bit per value, row after row, as
+`meshd.wire.bits` packs everything: equal microbatches are equal bytes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from meshd.errors import MismatchError
 from meshd.proto import meshd_pb2 as pb
-
-Bits: TypeAlias = npt.NDArray[np.bool_]
+from meshd.wire.bits import pack, packed_bytes, unpack
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,17 +56,17 @@ class Microbatch:
 
         Raises ValueError when an id is not in [0, vocabulary).
         """
-        ids = self.tokens.cpu().numpy()
-        if ids.min(initial=0) < 0 or ids.max(initial=0) >= vocabulary:
+        ids = self.tokens
+        if ids.numel() and (ids.min() < 0 or ids.max() >= vocabulary):
             raise ValueError(f"token ids {ids.min()} to {ids.max()} do not fit a vocabulary of {vocabulary}")
         starts = self.document_starts
         return pb.Batch(
             rows=ids.shape[0],
             columns=ids.shape[1] - 1,
             bits=id_bits(vocabulary),
-            ids=pack_ids(ids, id_bits(vocabulary)),
-            label_mask=_pack_bits(self.label_mask.cpu().numpy()),
-            document_starts=b"" if starts is None else _pack_bits(starts.cpu().numpy()),
+            ids=_packed(ids, id_bits(vocabulary)),
+            label_mask=_packed(self.label_mask, 1),
+            document_starts=b"" if starts is None else _packed(starts, 1),
             label_tokens=self.label_tokens,
             seed=seed,
         )
@@ -89,8 +83,8 @@ class Microbatch:
             ("rows", batch.rows, rows),
             ("columns", batch.columns, columns),
             ("bits", batch.bits, bits),
-            ("bytes of ids", len(batch.ids), -(-rows * (columns + 1) * bits // 8)),
-            ("bytes of label_mask", len(batch.label_mask), -(-rows * columns // 8)),
+            ("bytes of ids", len(batch.ids), packed_bytes(rows * (columns + 1), bits)),
+            ("bytes of label_mask", len(batch.label_mask), packed_bytes(rows * columns, 1)),
         ):
             if found != expected:
                 raise _mismatch(field, found, expected)
@@ -98,23 +92,23 @@ class Microbatch:
             expected_starts = f"0 or {len(batch.label_mask)}"
             raise _mismatch("bytes of document_starts", len(batch.document_starts), expected_starts)
 
-        ids = unpack_ids(batch.ids, bits, rows * (columns + 1))
-        if ids.max(initial=0) >= vocabulary:
+        ids = _unpack("ids", batch.ids, bits, (rows, columns + 1)).long()
+        if ids.max() >= vocabulary:
             raise _mismatch("ids", f"id {ids.max()}", f"ids below the vocabulary of {vocabulary}")
-        mask = _unpack_bits("label_mask", batch.label_mask, rows, columns)
+        mask = _unpack("label_mask", batch.label_mask, 1, (rows, columns)).bool()
         ones = int(mask.sum())
         if ones == 0 or ones != batch.label_tokens:
             # A mean over no labels has no value, so such a microbatch is as wrong as a false count.
             raise _mismatch("label_tokens", batch.label_tokens, f"{ones or 'at least 1'}, as in label_mask")
         starts = (
-            _unpack_bits("document_starts", batch.document_starts, rows, columns)
+            _unpack("document_starts", batch.document_starts, 1, (rows, columns)).bool()
             if batch.document_starts
             else None
         )
         return cls(
-            tokens=torch.from_numpy(ids.reshape(rows, columns + 1)),
-            label_mask=torch.from_numpy(mask),
-            document_starts=None if starts is None else torch.from_numpy(starts),
+            tokens=ids,
+            label_mask=mask,
+            document_starts=starts,
         )
 
 
@@ -123,35 +117,17 @@ def id_bits(vocabulary: int) -> int:
     return max(1, (vocabulary - 1).bit_length())
 
 
-def pack_ids(ids: npt.NDArray[np.int64], bits: int) -> bytes:
-    """Ids of any shape, each in [0, 2**bits) with bits <= 32, as ceil(size * bits / 8) bytes."""
-    octets = ids.astype("<u4").reshape(-1, 1).view(np.uint8)
-    return np.packbits(
-        np.unpackbits(octets, axis=1, count=bits, bitorder="little"), bitorder="little"
-    ).tobytes()
+def _packed(values: torch.Tensor, bits: int) -> bytes:
+    return pack(values.cpu(), bits).numpy().tobytes()
 
 
-def unpack_ids(data: bytes, bits: int, count: int) -> npt.NDArray[np.int64]:
-    """The inverse of `pack_ids`: (count,) int64. Raises MismatchError when unused bits are set."""
-    stream = _all_bits("ids", data, count * bits)
-    wide = np.zeros((count, 32), dtype=np.uint8)
-    wide[:, :bits] = stream.reshape(count, bits)
-    return np.packbits(wide, axis=1, bitorder="little").view("<u4").reshape(count).astype(np.int64)
-
-
-def _pack_bits(mask: Bits) -> bytes:
-    return np.packbits(mask.reshape(-1), bitorder="little").tobytes()
-
-
-def _unpack_bits(field: str, data: bytes, rows: int, columns: int) -> Bits:
-    return _all_bits(field, data, rows * columns).astype(np.bool_).reshape(rows, columns)
-
-
-def _all_bits(field: str, data: bytes, count: int) -> npt.NDArray[np.uint8]:
-    bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8), bitorder="little")
-    if bits[count:].any():
-        raise _mismatch(field, "bits set after the last value", "zeros there")
-    return bits[:count]
+def _unpack(field: str, data: bytes, bits: int, shape: tuple[int, int]) -> torch.Tensor:
+    """Values of `bits` bits of the field, int32, in that shape."""
+    packed = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    try:
+        return unpack(packed, bits, shape[0] * shape[1]).view(shape)
+    except MismatchError as error:
+        raise MismatchError(f"microbatch.{field}: {error}") from error
 
 
 def _mismatch(field: str, found: object, expected: object) -> MismatchError:

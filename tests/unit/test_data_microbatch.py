@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshd.data.microbatch import Microbatch, id_bits, pack_ids
+from meshd.data.microbatch import Microbatch, id_bits
 from meshd.errors import MismatchError
 from meshd.proto import meshd_pb2 as pb
 
@@ -53,9 +52,16 @@ def test_round_trip(
         assert torch.equal(again.document_starts, batch.document_starts)
 
 
-def test_packing_is_little_endian_without_gaps() -> None:
-    """Test vector, by hand: ids 1, 2, 5 at 3 bits are 0b101_010_001."""
-    assert pack_ids(np.array([1, 2, 5]), 3) == bytes([0b01010001, 0b1])
+def test_ids_and_masks_are_packed_little_endian_without_gaps() -> None:
+    """Test vector, by hand: ids 1, 2, 5 at 3 bits are 0b101_010_001; masks likewise at 1 bit."""
+    batch = Microbatch(
+        tokens=torch.tensor([[1, 2, 5]]),
+        label_mask=torch.tensor([[False, True]]),
+        document_starts=torch.tensor([[True, True]]),
+    )
+    message = batch.to_proto(8, seed=0)
+    assert message.ids == bytes([0b01010001, 0b1])
+    assert (message.label_mask, message.document_starts) == (bytes([0b10]), bytes([0b11]))
 
 
 def test_bits_are_the_ceiling_of_the_logarithm() -> None:
