@@ -160,8 +160,15 @@ def most_bytes(tokens: int, classes: Classes) -> int:
     return coded + layout.low_bytes
 
 
+def overhead(tokens: int, hidden: int) -> int:
+    """The most bytes that `encode` adds to the information content, for up to `hidden` coordinates: a size and the
+    coder's state for each shard, and the padding of low bits."""
+    shards = -(-tokens // max(1, _SHARD_SYMBOLS // hidden))
+    return 12 * shards + len(set(LOW_BITS.tolist())) + 4
+
+
 def encode(levels: npt.NDArray[np.integer], classes: Classes, tables: Tables) -> bytes:
-    """Code levels: (N, K) integers, one class (below CLASSES) for each of the K coordinates.
+    """Code levels: (N, K) int16 or int32, one class (below CLASSES) for each of the K coordinates.
 
     Levels beyond `level_bounds` come back from `decode` as the nearest bound.
     """
@@ -236,7 +243,7 @@ class _Layout:
             tokens=tokens,
             order=order,
             runs=list(_runs(classes[order])),
-            widths={width: (first, last) for width, first, last in _runs(low) if width},
+            widths={width: (first, last) for width, first, last in _runs(low) if width and tokens},
             shards=shards,
         )
 
@@ -250,9 +257,8 @@ class _Layout:
 
 def _runs(ascending: npt.NDArray[np.uint8]) -> Iterator[tuple[int, int, int]]:
     """(value, first, end) for each value of a sorted array."""
-    values, firsts = np.unique(ascending, return_index=True)
-    ends = [*firsts[1:].tolist(), len(ascending)]
-    yield from zip(values.tolist(), firsts.tolist(), ends, strict=True)
+    values, firsts, counts = np.unique(ascending, return_index=True, return_counts=True)
+    yield from zip(values.tolist(), firsts.tolist(), (firsts + counts).tolist(), strict=True)
 
 
 def _most_words(tokens: int, columns: int) -> int:
