@@ -73,7 +73,8 @@ def _from_disk(state_dir: Path, dest: Path, watermark: int | None) -> int:
         run = load_run(folders[0])
         assert run is not None
         store = BundleStore(folders[0] / BUNDLES)
-        chosen = _choose(complete_watermarks(store.names(), run.stages), watermark, str(state_dir))
+        complete = complete_watermarks(store.names(), run.stages, run.spec.stop_tokens)
+        chosen = _choose(complete, watermark, str(state_dir))
         _write(run, store, chosen, dest)
         return chosen
 
@@ -120,7 +121,8 @@ async def _from_peers(
             event(log, "peer_skipped", level=logging.WARNING, address=address, reason=str(error))
             continue
         bundles.update(reply.bundles)
-    chosen = _choose(complete_watermarks(sorted(bundles), run.stages), watermark, "the swarm")
+    complete = complete_watermarks(sorted(bundles), run.stages, run.spec.stop_tokens)
+    chosen = _choose(complete, watermark, "the swarm")
     with disk_faults(dest.parent):
         dest.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{dest.name}.", dir=dest.parent) as folder:

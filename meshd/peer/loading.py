@@ -115,7 +115,7 @@ async def _newest_state(supply: Supply, number: int) -> str | None:
 async def _newer_snapshot(supply: Supply, number: int, tokens: int) -> str | None:
     """Bring the stage's newest snapshot of more than `tokens` here. None: nobody has one."""
     donors = supply.directory.donors(number)
-    watermarks = await watermarks_at(donors, number, supply.transport, supply.run.run_id)
+    watermarks = await watermarks_at(donors, number, supply.transport, supply.run)
     newest = max(watermarks, default=0)
     if newest <= max(0, tokens):
         return None

@@ -16,6 +16,7 @@ from meshd.peer.snapshots import watermarks_at
 from meshd.peer.status import StatusBoard
 from meshd.proto import meshd_pb2 as pb
 from meshd.state.donor import Donor
+from meshd.state.manifest import snapshots_among
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class SeedPeer:
         """Watermarks that stage 0 has a snapshot of and this seed has not."""
         here = await asyncio.to_thread(self.complete)
         donors = [peer.address for peer in self._directory.stage_peers(0)]
-        found = await watermarks_at(donors, 0, self._supply.transport, self._run.run_id)
+        found = await watermarks_at(donors, 0, self._supply.transport, self._run)
         newest = max(here, default=-1)
         return sorted(watermark for watermark in found if watermark > newest)[-1:]
 
@@ -111,15 +112,13 @@ class SeedPeer:
 
     def complete(self) -> list[int]:
         """Watermarks of which every stage's snapshot is here, ascending."""
-        return complete_watermarks(self._supply.store.names(), self._run.stages)
+        return complete_watermarks(self._supply.store.names(), self._run.stages, self._run.spec.stop_tokens)
 
 
-def complete_watermarks(bundles: list[str], stages: int) -> list[int]:
-    """Of bundle names, the watermarks for which all stages have a snapshot, ascending. Pure."""
+def complete_watermarks(bundles: list[str], stages: int, stop: int) -> list[int]:
+    """Of bundle names, the watermarks up to `stop` for which all stages have a snapshot, ascending. Pure."""
     of_stage: list[set[int]] = [set() for _ in range(stages)]
-    for name in bundles:
-        kind, _, rest = name.partition("/")
-        stage, _, watermark = rest.partition("/")
-        if kind == "snapshot" and int(stage) < stages:
-            of_stage[int(stage)].add(int(watermark))
+    for stage, watermark in snapshots_among(bundles, stop):
+        if stage < stages:
+            of_stage[stage].add(watermark)
     return sorted(set.intersection(*of_stage))

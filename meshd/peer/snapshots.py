@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from meshd.config.runspec import ResolvedRun
 from meshd.errors import DataError, MeshdError, NetworkError, ResourceError
 from meshd.model.families import load_config
 from meshd.model.stage import StageModel
@@ -26,6 +27,7 @@ from meshd.pipeline.worker import BACKGROUND
 from meshd.proto import meshd_pb2 as pb
 from meshd.state.bundle import BundleStore
 from meshd.state.fetch import fetch_bundle
+from meshd.state.manifest import snapshots_among
 from meshd.state.stage_state import read_params, write_average, write_stage
 from meshd.transport.base import NotHere, Transport
 
@@ -61,15 +63,18 @@ def model_of(
     return model.eval()
 
 
-async def watermarks_at(donors: Sequence[str], stage: int, transport: Transport, run_id: str) -> set[int]:
+async def watermarks_at(
+    donors: Sequence[str], stage: int, transport: Transport, run: ResolvedRun
+) -> set[int]:
     """Watermarks of the stage's snapshots that these addresses have; those that do not answer have none."""
-    prefix, found = f"snapshot/{stage}/", set[int]()
+    found = set[int]()
     for address in donors:
         try:
-            reply = await transport.list_bundles(address, pb.ListRequest(run_id=run_id))
+            reply = await transport.list_bundles(address, pb.ListRequest(run_id=run.run_id))
         except NetworkError:
             continue  # it is leaving, or gone: its streams say so elsewhere
-        found.update(int(name.removeprefix(prefix)) for name in reply.bundles if name.startswith(prefix))
+        offered = snapshots_among(reply.bundles, run.spec.stop_tokens)
+        found.update(watermark for number, watermark in offered if number == stage)
     return found
 
 
@@ -100,8 +105,8 @@ class Snapshots:
 
     def watermarks(self) -> list[int]:
         """Watermarks of the averaged snapshots on this disk, ascending."""
-        prefix = f"snapshot/{self._number}/"
-        return sorted(int(n.removeprefix(prefix)) for n in self._store.names() if n.startswith(prefix))
+        here = snapshots_among(self._store.names(), self._spec.stop_tokens)
+        return sorted(watermark for stage, watermark in here if stage == self._number)
 
     async def run(self) -> None:
         """Watch the token counter until the run's end."""

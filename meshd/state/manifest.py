@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ _BUNDLE = re.compile(
     "|prior/[0-9a-f]{64}",
     re.ASCII,
 )
+_SNAPSHOT = re.compile(f"snapshot/({_NUMBER})/({_NUMBER})", re.ASCII)
 # Must not begin with a dot: such names are the store's own.
 _FILE = re.compile("[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", re.ASCII)
 
@@ -38,6 +39,17 @@ def check_bundle_name(name: str) -> str:
             "live/STAGE, part/STAGE/WATERMARK, snapshot/STAGE/WATERMARK or prior/HASH"
         )
     return name
+
+
+def snapshots_among(names: Iterable[str], stop: int) -> list[tuple[int, int]]:
+    """(stage, watermark) of each snapshot in a list of bundle names, in the list's order. Pure.
+
+    Lists come from peers: what is no snapshot's name is passed over, and so are watermarks over `stop`, the run's
+    tokens, at which there is never a snapshot.
+    """
+    found = (_SNAPSHOT.fullmatch(name) for name in names)
+    pairs = [(int(match[1]), int(match[2])) for match in found if match]
+    return [(stage, watermark) for stage, watermark in pairs if watermark <= stop]
 
 
 def check_file_name(name: str) -> str:
