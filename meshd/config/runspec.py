@@ -100,7 +100,9 @@ class BoundarySpec(Table):
     """Codec of one boundary (or of all), by direction."""
 
     forward: str = Field(
-        "dense", description="codec of activations: `dense` (bf16), `dense32` (fp32), `int8`"
+        "dense",
+        description="codec of activations: `dense` (bf16), `dense32` (fp32), `int8`, `int4`, `random:keep=0.1`, "
+        "`topk:keep=0.1`",
     )
     backward: str = Field("dense", description="codec of gradients, same names")
 

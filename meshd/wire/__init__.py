@@ -1,6 +1,18 @@
-"""Codecs. Importing the package registers all of them."""
+"""Codecs: what crosses a boundary, and how it is written (DESIGN section 3)."""
 
-from meshd.wire import plain as plain
-from meshd.wire.codec import Codec, CodecContext, Frame, check_header, codec_named, decode
+from meshd.wire.codec import Codec, CodecContext, Frame, Quantized
+from meshd.wire.named import Readied, check_header, codec_named, decode, read
+from meshd.wire.rate import RateLoop
 
-__all__ = ["Codec", "CodecContext", "Frame", "check_header", "codec_named", "decode"]
+__all__ = [
+    "Codec",
+    "CodecContext",
+    "Frame",
+    "Quantized",
+    "RateLoop",
+    "Readied",
+    "check_header",
+    "codec_named",
+    "decode",
+    "read",
+]

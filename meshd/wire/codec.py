@@ -1,21 +1,30 @@
-"""What crosses a boundary: the codec interface, its registry, and the checks every codec shares.
+"""What crosses a boundary: the codec interface and the frame. `meshd.wire.named` knows the codecs by name.
 
 A codec turns the hidden state (or its gradient) of one microbatch into a `Frame`: a small header and raw bytes.
-The header names the codec, so a receiver decodes what it was sent, whatever its own run spec says, and refuses what
-it does not know (DESIGN section 3).
+The header names the codec and the prior, so a receiver decodes what it was sent, whatever its own run spec says, and
+refuses what it does not know (DESIGN section 3).
+
+Both ways have two halves: one on the tensor's device (`quantize`, `dequantize`), one on the CPU (`write`, `read`: the
+entropy coder), so that the device need not wait for the other.
 """
 
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from meshd.errors import ConfigError, MismatchError
+from meshd.errors import MismatchError
 from meshd.proto import meshd_pb2 as pb
+from meshd.wire.rate import RateLoop
+
+if TYPE_CHECKING:
+    from meshd.priors.boundary import BoundaryPrior
+    from meshd.priors.features import TokenFeatures
 
 Direction = Literal["forward", "backward"]
 
@@ -29,13 +38,22 @@ class CodecContext:
     """What both ends know besides the frame.
 
     boundary: number of the cut; direction: of the tensor; ids: (rows, tokens) input token ids; seed: of the
-    microbatch, for codecs with shared randomness.
+    microbatch, for codecs with shared randomness. prior: of the boundary. At the sender: the one to encode with, None
+    before there is one; at the receiver: the one that the frame names. features: of the run's vocabulary, on the
+    tensor's device, for priors that predict from tokens.
     """
 
     boundary: int
     direction: Direction
     ids: torch.Tensor
     seed: int
+    prior: BoundaryPrior | None = None
+    features: TokenFeatures | None = None
+
+    @property
+    def prior_name(self) -> bytes:
+        """What a frame says of it, whatever its codec: the way back may need it."""
+        return b"" if self.prior is None else self.prior.name
 
 
 @dataclass(frozen=True)
@@ -46,84 +64,76 @@ class Frame:
     payload: bytes
 
 
-class Codec(Protocol):
-    """Stateless between calls; runs on the tensor's device, called from the device's thread."""
+@dataclass(frozen=True)
+class Quantized:
+    """A tensor between the halves, on the CPU. raw: what crosses as it is; prior: the name that the frame gives, empty
+    for none."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    raw: bytes
+    prior: bytes
+
+
+class Codec(ABC):
+    """Stateless; the same object serves every boundary and both directions."""
 
     name: str
 
-    def encode(self, tensor: torch.Tensor, context: CodecContext) -> Frame:
-        """tensor: (rows, tokens, hidden), finite."""
+    @abstractmethod
+    def quantize(
+        self, tensor: torch.Tensor, context: CodecContext, rate: RateLoop | None = None
+    ) -> Quantized:
+        """Device half of encoding. tensor: (rows, tokens, hidden), finite. rate: the sender's loop that holds an
+        entropy-coded rate at its budget; fixed-rate codecs do not look at it."""
 
-    def decode(self, frame: Frame, context: CodecContext, device: torch.device) -> torch.Tensor:
-        """The tensor in the shape and dtype of the header. Raises MismatchError for bytes that are not a frame of
-        this codec; never returns garbage for a frame that fails its checksum."""
+    @abstractmethod
+    def dequantize(self, quantized: Quantized, context: CodecContext, device: torch.device) -> torch.Tensor:
+        """Device half of decoding: the tensor, in its shape and dtype. Raises MismatchError for bytes that are not
+        of this codec."""
 
+    @abstractmethod
     def wire_bytes(self, shape: Sequence[int]) -> int:
         """Size of the payload of a tensor of this shape: exact for fixed-rate codecs, else an upper bound."""
 
+    @property
+    def needs_prior(self) -> bool:
+        """Whether it can encode nothing without a prior of the boundary."""
+        return False
 
-_registry: dict[str, Codec] = {}
+    def write(self, quantized: Quantized) -> Frame:
+        """CPU half of encoding."""
+        return make_frame(self.name, quantized, quantized.raw)
+
+    def read(self, frame: Frame, context: CodecContext) -> Quantized:
+        """CPU half of decoding. Raises MismatchError for what is not a frame of this codec."""
+        header = frame.header
+        return Quantized(tuple(header.shape), DTYPES[header.dtype], frame.payload, header.prior)
+
+    def adjoint(self, gradient: torch.Tensor, context: CodecContext) -> torch.Tensor:
+        """Gradient with respect to what was encoded, of a gradient with respect to what was decoded: the transpose of
+        the linear part of encode and decode, quantization counted as the identity. Without masking it is the identity.
+
+        gradient: (rows, tokens, hidden).
+        """
+        return gradient
+
+    def encode(self, tensor: torch.Tensor, context: CodecContext, rate: RateLoop | None = None) -> Frame:
+        """Both halves of encoding in one."""
+        return self.write(self.quantize(tensor, context, rate))
 
 
-def register(codec: Codec) -> Codec:
-    """Make a codec known by its name."""
-    _registry[codec.name] = codec
-    return codec
-
-
-def codec_named(name: str, field: str = "wire") -> Codec:
-    """The codec of that name. Raises ConfigError with the known names; `field` says where the name was given."""
-    if name not in _registry:
-        raise ConfigError(field, name, "no such codec", f"one of {', '.join(sorted(_registry))}")
-    return _registry[name]
-
-
-def make_frame(codec: str, tensor: torch.Tensor, payload: bytes) -> Frame:
-    """Frame of `tensor` (for its shape and dtype) with a checksum."""
+def make_frame(codec: str, quantized: Quantized, payload: bytes) -> Frame:
+    """Frame of a payload, with a checksum."""
     header = pb.TensorHeader(
         codec=codec,
-        shape=list(tensor.shape),
-        dtype=_NAMES[tensor.dtype],
+        prior=quantized.prior,
+        shape=list(quantized.shape),
+        dtype=_NAMES[quantized.dtype],
         payload_bytes=len(payload),
         checksum=zlib.crc32(payload),
     )
     return Frame(header, payload)
-
-
-def check_header(header: pb.TensorHeader, shape: Sequence[int]) -> Codec:
-    """Check a header before memory is reserved for its payload. Returns its codec.
-
-    shape: what the run spec says must come. Raises MismatchError naming what is wrong.
-    """
-    codec = _registry.get(header.codec)
-    if codec is None:
-        raise MismatchError(
-            f"codec {header.codec[:64]!r} is not known here; known: {', '.join(sorted(_registry))}"
-        )
-    if header.dtype not in DTYPES:
-        raise MismatchError(f"dtype {header.dtype[:64]!r} is not one of {', '.join(DTYPES)}")
-    if list(header.shape) != list(shape):
-        raise MismatchError(f"shape {list(header.shape)[:8]} where {list(shape)} was expected")
-    if not 0 < header.payload_bytes <= codec.wire_bytes(shape):
-        raise MismatchError(
-            f"payload of {header.payload_bytes} bytes where {codec.name} takes {codec.wire_bytes(shape)}"
-        )
-    return codec
-
-
-def decode(frame: Frame, context: CodecContext, device: torch.device) -> torch.Tensor:
-    """Decode with the codec that the frame names. The result is finite, or MismatchError is raised."""
-    codec = check_header(frame.header, frame.header.shape)
-    if len(frame.payload) != frame.header.payload_bytes or zlib.crc32(frame.payload) != frame.header.checksum:
-        raise MismatchError(f"{codec.name} payload fails its checksum")
-    tensor = codec.decode(frame, context, device)
-    if not bool(torch.isfinite(tensor).all()):
-        raise MismatchError(f"{codec.name} payload holds values that are not finite")
-    return tensor
-
-
-def dtype_of(header: pb.TensorHeader) -> torch.dtype:
-    return DTYPES[header.dtype]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:

@@ -414,7 +414,7 @@ def test_true_answers_are_taken() -> None:
         (lambda o: gradient(o, loss=float("nan")), 0, "a loss of nan"),
         (lambda o: gradient(o, payload_bytes=2**40), 0, "payload of"),
         (lambda o: gradient(o, payload_bytes=0), 0, "payload of 0"),
-        (lambda o: gradient(o, codec="zip"), 0, "codec 'zip'"),
+        (lambda o: gradient(o, codec="zip"), 0, "codec = 'zip'"),
         (lambda o: gradient(o, checksum=7), 0, "checksum"),
         (lambda o: [score(o, loss=float("inf"))], 1, "a loss of inf"),
         (lambda o: [score(o, tokens=0)], 1, "over 0 label tokens"),

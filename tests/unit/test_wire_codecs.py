@@ -152,8 +152,8 @@ def test_damage_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"codec": "zip"}, "codec 'zip' is not known here; known: dense, dense32, int8"),
-        ({"codec": "x" * 10_000}, "x" * 64 + "' is not known"),
+        ({"codec": "zip"}, "codec = 'zip': no such codec"),
+        ({"codec": "x" * 10_000}, "no such codec"),
         ({"dtype": "int64"}, "dtype 'int64' is not one of float32"),
         ({"shape": [2, 3, 9]}, r"shape \[2, 3, 9\] where \[2, 3, 8\]"),
         ({"shape": [1] * 1000}, r"shape \[1, 1, 1, 1, 1, 1, 1, 1\] where"),
@@ -194,6 +194,7 @@ def test_an_fp32_payload_that_overflows_the_announced_fp16_is_refused() -> None:
 
 def test_an_unknown_codec_of_the_run_spec_names_the_field() -> None:
     with pytest.raises(
-        ConfigError, match=r"wire.forward = 'zip': no such codec. Fix: one of dense, dense32, int8"
+        ConfigError,
+        match=r"wire.forward = 'zip': no such codec. Fix: one of dense, dense32, int4, int8, leading",
     ):
         codec_named("zip", "wire.forward")

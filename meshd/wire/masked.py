@@ -1,0 +1,421 @@
+"""The masked family: predictor, basis, mask and values (DESIGN section 3), in one encoder and decoder.
+
+Payload of one tensor of N tokens, in this order (normative; docs/bitstream.md):
+
+    marks      ceil(N / 8) bytes   one bit per token: an outlier. Only where a predictor is used
+    columns    meshd.wire.mask     topk only
+    gains      4 + N bytes         not with bf16: float32 reference, then a byte per token (`_gains`)
+    values     bf16: 2 bytes each. int8: 1 byte each. packed: Lloyd-Max indices, bit-packed; waterfilled ones by
+               ascending width, zeros up to the size that the shape fixes. entropy: int16 step index, then the stream
+               of meshd.wire.entropy
+
+All but that stream is of a size that shape and codec fix.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from meshd.errors import MismatchError
+from meshd.wire import bits, entropy, mask, quantize
+from meshd.wire.codec import Codec, CodecContext, Frame, Quantized, make_frame, tensor_bytes, tensor_from
+from meshd.wire.rate import RateLoop
+from meshd.wire.side import Side, side_of
+from meshd.wire.spec import MaskedSpec
+
+if TYPE_CHECKING:
+    from meshd.priors.boundary import BoundaryPrior
+
+_REFERENCE = struct.Struct("<f")
+_STEP = struct.Struct("<h")
+# Gains are an eighth of an octave apart: the steps that they scale need not be finer than that.
+_GAIN_OCTAVE = 8
+# An entropy-coded payload may take this many times its budget; what would take more is quantized more coarsely.
+_MOST_OF_BUDGET = 2
+_MOST_STEP = 2**15 - 1
+_TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True)
+class EntropyCoded(Quantized):
+    """levels: (N, K) of the coordinates that are coded; classes: theirs, (K,); tables: the prior's."""
+
+    levels: entropy.Levels
+    classes: entropy.Classes
+    tables: entropy.Tables
+
+
+class Masked(Codec):
+    """One member of the family."""
+
+    def __init__(self, name: str, spec: MaskedSpec) -> None:
+        self.name, self.spec = name, spec
+
+    @property
+    def needs_prior(self) -> bool:
+        return self.spec.needs_prior
+
+    def wire_bytes(self, shape: Sequence[int]) -> int:
+        spec, hidden = self.spec, shape[-1]
+        tokens = int(torch.Size(shape[:-1]).numel())
+        values = tokens * self._keep(hidden)
+        size = self._marks(tokens)
+        size += mask.columns_bytes(tokens, hidden, self._keep(hidden)) if spec.mask == "topk" else 0
+        if spec.values == "bf16":
+            return size + 2 * values
+        size += _REFERENCE.size + tokens
+        if spec.values == "int8":
+            return size + values
+        if spec.mask != "waterfill":
+            return size + bits.packed_bytes(values, int(spec.bits))
+        if spec.values == "packed":
+            return size + _room(tokens, self._budget(hidden))
+        budget = -(-tokens * self._budget(hidden) // 8)
+        return size + _STEP.size + _MOST_OF_BUDGET * budget + entropy.overhead(tokens, hidden)
+
+    def _marks(self, tokens: int) -> int:
+        """Bytes of the marks of outliers."""
+        return 0 if self.spec.predictor == "none" else bits.packed_bytes(tokens, 1)
+
+    def _keep(self, hidden: int) -> int:
+        """Coordinates per token that cross, where their number is fixed."""
+        return max(1, round(self.spec.keep * hidden))
+
+    def _budget(self, hidden: int) -> int:
+        """Bits per token for waterfilled values: the whole budget less mark and gain."""
+        return max(0, math.floor(hidden * self.spec.bits) - 9)
+
+    # ---- encoding ------------------------------------------------------------------------------------------
+
+    def quantize(self, tensor: Tensor, context: CodecContext, rate: RateLoop | None = None) -> Quantized:
+        spec, hidden = self.spec, tensor.shape[-1]
+        x = tensor.detach().reshape(-1, hidden).float()
+        raw: list[Tensor | bytes] = []
+        if spec.predictor != "none":
+            outlier = self._outliers(x, context)
+            x = x - self._predicted(context, outlier)
+            raw.append(bits.pack(outlier, 1))
+        side = self._side(context, x.device)
+        # Each token at a size near 1 goes through the products: what is finite stays so.
+        peak = _power_of_two(x)
+        x = x / peak
+        z = x if side is None else self._fitted(x @ side.encode, hidden)
+        if spec.mask == "topk":
+            largest = mask.top_columns(z, self._keep(hidden))
+            raw.append(mask.pack_columns(largest, hidden))
+            columns: Tensor | None = largest
+        else:
+            columns = self._columns(len(z), hidden, context, z.device)
+        if columns is not None:
+            z = z.gather(1, columns)
+        z = z * self._rescale(z, x)
+        what = (tuple(tensor.shape), tensor.dtype)
+        if spec.values == "bf16":
+            most = torch.finfo(torch.bfloat16).max
+            return Quantized(
+                *what, _joined([*raw, (z * peak).clamp(-most, most).bfloat16()]), context.prior_name
+            )
+        unit = z / self._scale(side, columns, hidden)
+        if spec.values == "int8":
+            reference, index, gain = _gains(z.abs().amax(1, keepdim=True) / 127, peak)
+        else:
+            reference, index, gain = _gains(unit.square().mean(1, keepdim=True).sqrt(), peak)
+        raw += [reference, index]
+        if spec.values == "int8":
+            raw.append((z / gain).round().clamp(-127, 127).to(torch.int8))
+        elif spec.values == "packed":
+            raw += self._packed(unit / gain, side, hidden)
+        else:
+            assert side is not None
+            step, levels, classes = self._levels(z / gain, side, hidden, rate)
+            raw.append(_STEP.pack(step))
+            name = context.prior_name
+            return EntropyCoded(*what, _joined(raw), name, levels.cpu().numpy(), classes, side.tables)
+        return Quantized(*what, _joined(raw), context.prior_name)
+
+    def write(self, quantized: Quantized) -> Frame:
+        payload = quantized.raw
+        if isinstance(quantized, EntropyCoded):
+            payload += entropy.encode(quantized.levels, quantized.classes, quantized.tables)
+        return make_frame(self.name, quantized, payload)
+
+    def _outliers(self, x: Tensor, context: CodecContext) -> Tensor:
+        """(N,) bool. Gradients have none."""
+        if context.direction == "backward":
+            return torch.zeros(len(x), dtype=torch.bool, device=x.device)
+        far: Tensor = _norm(x)[:, 0] > _prior(context).outlier_norm
+        return far
+
+    def _predicted(self, context: CodecContext, outlier: Tensor) -> Tensor:
+        """(N, H): what both ends expect of the tensor."""
+        prior, device = _prior(context).on(outlier.device), outlier.device
+        if context.direction == "backward":
+            return torch.zeros((), device=device)
+        if self.spec.predictor == "mean":
+            usual = prior.mean
+        else:
+            usual = _from_tokens(prior, context)
+        return torch.where(outlier[:, None], prior.outlier_mean, usual)
+
+    def _side(self, context: CodecContext, device: torch.device) -> Side | None:
+        """The prior's basis of this direction; None: the identity."""
+        return None if self.spec.basis == "identity" else side_of(_prior(context), context.direction, device)
+
+    def _fitted(self, z: Tensor, hidden: int) -> Tensor:
+        """A mask of a fixed number of coordinates finds zeros where the prior's basis is cut."""
+        if self.spec.mask == "waterfill" or z.shape[1] == hidden:
+            return z
+        return torch.nn.functional.pad(z, (0, hidden - z.shape[1]))
+
+    def _columns(
+        self, tokens: int, hidden: int, context: CodecContext, device: torch.device
+    ) -> Tensor | None:
+        """(N, kept) coordinates that cross, where both ends know them; None: all, or those that the frame names."""
+        if self.spec.mask == "random":
+            keep = self._keep(hidden)
+            return mask.random_columns(context.seed, context.boundary, tokens, hidden, keep, device)
+        if self.spec.mask == "leading":
+            return torch.arange(self._keep(hidden), device=device).expand(tokens, -1)
+        return None
+
+    def _rescale(self, kept: Tensor, whole: Tensor) -> Tensor | float:
+        """What the survivors of a random mask are multiplied by, before they are coded."""
+        match self.spec.rescale:
+            case "rms":
+                return _norm(whole) / _norm(kept).clamp_min(_TINY)
+            case "sqrt":
+                return math.sqrt(whole.shape[1] / kept.shape[1])
+            case "unbiased":
+                return whole.shape[1] / kept.shape[1]
+        return 1.0
+
+    def _scale(self, side: Side | None, columns: Tensor | None, hidden: int) -> Tensor | float:
+        """Expected size of the coordinates that cross, up to the token's gain: (1 or N, kept)."""
+        if side is None:
+            return 1.0
+        if columns is None:
+            return side.scale[None]
+        return torch.nn.functional.pad(side.scale, (0, hidden - len(side.scale)), value=1.0)[columns]
+
+    def _packed(self, unit: Tensor, side: Side | None, hidden: int) -> list[Tensor | bytes]:
+        """Lloyd-Max indices of values that are of size 1."""
+        if self.spec.mask != "waterfill":
+            width = int(self.spec.bits)
+            return [bits.pack(quantize.quantize(unit, quantize.lloyd_max(width)), width)]
+        assert side is not None
+        packed = [
+            tensor_bytes(bits.pack(quantize.quantize(unit[:, columns], quantize.lloyd_max(width)), width))
+            for width, columns in side.widths(self._budget(hidden))
+        ]
+        room = _room(len(unit), self._budget(hidden))
+        return [*packed, bytes(room - sum(map(len, packed)))]
+
+    def _levels(
+        self, z: Tensor, side: Side, hidden: int, rate: RateLoop | None
+    ) -> tuple[int, Tensor, entropy.Classes]:
+        """Step index, levels (N, K) and classes (K,) of an entropy-coded tensor; tells `rate` what it will take."""
+        budget = len(z) * self._budget(hidden)
+        offset = 0 if rate is None else rate.offset
+        step = side.step(self._budget(hidden)) + offset
+        while True:
+            step = min(max(step, -_MOST_STEP), _MOST_STEP)
+            classes = side.classes(step)
+            least, most = (torch.from_numpy(bound).to(z.device) for bound in entropy.level_bounds(classes))
+            levels = quantize.levels(z[:, : len(classes)], 2 ** (step / quantize.OCTAVE)).clamp(least, most)
+            cost = side.cost(levels, classes)
+            if cost <= _MOST_OF_BUDGET * budget:
+                break
+            step += quantize.OCTAVE // 2
+        if rate is not None:
+            rate.spent(cost, budget, offset)
+        return step, levels, classes
+
+    # ---- decoding ------------------------------------------------------------------------------------------
+
+    def read(self, frame: Frame, context: CodecContext) -> Quantized:
+        whole = super().read(frame, context)
+        if self.spec.values != "entropy":
+            return whole
+        tokens = int(torch.Size(whole.shape[:-1]).numel())
+        side = self._side(context, torch.device("cpu"))
+        assert side is not None
+        head = self._marks(tokens) + _REFERENCE.size + tokens + _STEP.size
+        if len(whole.raw) < head:
+            raise MismatchError(f"{self.name}: {len(whole.raw)} bytes where {tokens} tokens take over {head}")
+        (step,) = _STEP.unpack_from(whole.raw, head - _STEP.size)
+        classes = side.classes(step)
+        levels = entropy.decode(memoryview(whole.raw)[head:], tokens, classes, side.tables)
+        return EntropyCoded(
+            whole.shape, whole.dtype, whole.raw[:head], whole.prior, levels, classes, side.tables
+        )
+
+    def dequantize(self, quantized: Quantized, context: CodecContext, device: torch.device) -> Tensor:
+        spec, hidden = self.spec, quantized.shape[-1]
+        tokens = int(torch.Size(quantized.shape[:-1]).numel())
+        raw = _Cursor(quantized.raw, self.name, device)
+        side = self._side(context, device)
+        outlier = None
+        if spec.predictor != "none":
+            outlier = bits.unpack(raw.take(self._marks(tokens)), 1, tokens).bool()
+        if spec.mask == "topk":
+            packed = raw.take(mask.columns_bytes(tokens, hidden, self._keep(hidden)))
+            columns: Tensor | None = mask.unpack_columns(packed, tokens, hidden, self._keep(hidden))
+        else:
+            columns = self._columns(tokens, hidden, context, device)
+        gain = None if spec.values == "bf16" else _ungained(raw, tokens)
+        z = self._values(raw, quantized, side, tokens, hidden)
+        raw.end()
+        if spec.values == "packed":
+            z = z * self._scale(side, columns, hidden)
+        if columns is not None:
+            z = z.new_zeros(tokens, hidden).scatter_(1, columns, z)
+        if side is not None:
+            known = min(z.shape[1], len(side.decode))
+            z = z[:, :known] @ side.decode[:known]
+        x = z if gain is None else z * gain
+        if outlier is not None:
+            x = x + self._predicted(context, outlier)
+        most = torch.finfo(quantized.dtype).max
+        return x.clamp(-most, most).to(quantized.dtype).reshape(quantized.shape)
+
+    def _values(
+        self, raw: _Cursor, quantized: Quantized, side: Side | None, tokens: int, hidden: int
+    ) -> Tensor:
+        """(N, kept) values, before gain; Lloyd-Max ones before their coordinates' scale too."""
+        spec, keep = self.spec, self._keep(hidden)
+        if spec.values == "bf16":
+            return raw.typed(torch.bfloat16, tokens * keep).reshape(tokens, keep).float()
+        if spec.values == "int8":
+            return raw.typed(torch.int8, tokens * keep).reshape(tokens, keep).float()
+        if isinstance(quantized, EntropyCoded):
+            (step,) = _STEP.unpack(raw.bytes(_STEP.size))
+            levels = torch.from_numpy(quantized.levels).to(raw.device)
+            return quantize.reconstruct(levels, 2 ** (step / quantize.OCTAVE))
+        if spec.mask != "waterfill":
+            return self._unpacked(raw, int(spec.bits), tokens, keep)
+        assert side is not None
+        z = torch.zeros(tokens, len(side.scale), device=raw.device)
+        start = raw.at
+        for width, columns in side.widths(self._budget(hidden)):
+            z[:, columns] = self._unpacked(raw, width, tokens, len(columns))
+        raw.bytes(start + _room(tokens, self._budget(hidden)) - raw.at)
+        return z
+
+    def _unpacked(self, raw: _Cursor, width: int, tokens: int, columns: int) -> Tensor:
+        count = tokens * columns
+        index = bits.unpack(raw.take(bits.packed_bytes(count, width)), width, count)
+        return quantize.dequantize(index, quantize.lloyd_max(width)).reshape(tokens, columns)
+
+    # ---- training through it -------------------------------------------------------------------------------
+
+    def adjoint(self, gradient: Tensor, context: CodecContext) -> Tensor:
+        """The transpose of basis, mask and way back; coordinates that quantization happens to zero count as crossing.
+        Top-k's mask depends on the values that it masks: here it counts as the identity."""
+        hidden = gradient.shape[-1]
+        g = gradient.reshape(-1, hidden).float()
+        side = self._side(context, g.device)
+        if side is not None:
+            g = self._fitted(g @ side.decode.T, hidden)
+        columns = self._columns(len(g), hidden, context, g.device)
+        if columns is not None:
+            g = torch.zeros_like(g).scatter_(1, columns, g.gather(1, columns))
+            if self.spec.rescale in ("sqrt", "unbiased"):
+                g = g * self._rescale(g[:, : self._keep(hidden)], g)
+        if side is not None:
+            if self.spec.values == "entropy":
+                g = g[:, : len(side.classes(side.step(self._budget(hidden))))]
+            known = min(g.shape[1], len(side.scale))
+            g = g[:, :known] @ side.encode[:, :known].T
+        return g.to(gradient.dtype).reshape(gradient.shape)
+
+
+def _prior(context: CodecContext) -> BoundaryPrior:
+    if context.prior is None:
+        raise MismatchError(f"boundary {context.boundary} has no prior yet")
+    return context.prior
+
+
+def _from_tokens(prior: BoundaryPrior, context: CodecContext) -> Tensor:
+    """(N, H): what the prior predicts from the token ids."""
+    if context.features is None:
+        raise MismatchError("the run's token features are not here")
+    features = context.features.features(context.ids.reshape(-1))
+    predictor = prior.on(features.device).predictor.float()
+    return features @ predictor[:-1] + predictor[-1]
+
+
+def _room(tokens: int, budget: int) -> int:
+    """Bytes of Lloyd-Max indices of `budget` bits per token: each of the widths may end in a byte of its own."""
+    return bits.packed_bytes(tokens * budget, 1) + quantize.MOST_BITS
+
+
+def _norm(x: Tensor) -> Tensor:
+    return x.square().sum(1, keepdim=True).sqrt()
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    """(N, 1): the power of two at or below each token's largest value; 1 for a token of next to nothing."""
+    peak = x.abs().amax(1, keepdim=True)
+    _, exponent = torch.frexp(peak)  # exact: a logarithm of the largest floats rounds up to infinity's
+    return torch.where(peak >= _TINY, torch.ldexp(torch.ones_like(peak), exponent - 1), 1.0)
+
+
+def _gains(gain: Tensor, peak: Tensor) -> tuple[bytes, Tensor, Tensor]:
+    """Gains as they cross: (reference, index, gain).
+
+    gain, peak: (N, 1), their product is what crosses. index: uint8; `reference * 2^((index - 255) / 8)` is the gain,
+    rounded up; 0 stands for a token of zeros. The gain returned is that which the other end will use, less peak.
+    """
+    whole = (gain * peak).clamp_max(torch.finfo(torch.float32).max)
+    reference = float(whole.amax()) if len(whole) else 0.0
+    octaves = (whole / max(reference, _TINY)).log2()
+    index = (octaves * _GAIN_OCTAVE).ceil().clamp(-255, 0) + 255
+    used = reference * torch.exp2((index - 255) / _GAIN_OCTAVE) / peak
+    # A token that is to be zero there is divided by infinity here.
+    used = torch.where(index > 0, used.clamp_min(_TINY), torch.inf)
+    return _REFERENCE.pack(reference), index.to(torch.uint8), used
+
+
+def _ungained(raw: _Cursor, tokens: int) -> Tensor:
+    """(N, 1) gains. Raises MismatchError for a reference that is none."""
+    (reference,) = _REFERENCE.unpack(raw.bytes(_REFERENCE.size))
+    if not (math.isfinite(reference) and reference >= 0):
+        raise MismatchError(f"a gain of {reference}")
+    index = raw.take(tokens).float()[:, None]
+    return torch.where(index > 0, reference * torch.exp2((index - 255) / _GAIN_OCTAVE), 0.0)
+
+
+def _joined(parts: Sequence[Tensor | bytes]) -> bytes:
+    return b"".join(part if isinstance(part, bytes) else tensor_bytes(part) for part in parts)
+
+
+class _Cursor:
+    """Reads a payload from front to back; raises MismatchError at its end."""
+
+    def __init__(self, payload: bytes, name: str, device: torch.device) -> None:
+        self._payload, self._name, self.device, self.at = payload, name, device, 0
+
+    def bytes(self, count: int) -> bytes:
+        piece = self._payload[self.at : self.at + count]
+        if len(piece) < count:
+            raise MismatchError(f"{self._name}: {len(self._payload)} bytes, where more were expected")
+        self.at += count
+        return piece
+
+    def typed(self, dtype: torch.dtype, count: int) -> Tensor:
+        return tensor_from(self.bytes(count * dtype.itemsize), dtype, (count,)).to(self.device)
+
+    def take(self, count: int) -> Tensor:
+        """(count,) uint8."""
+        return self.typed(torch.uint8, count)
+
+    def end(self) -> None:
+        if self.at != len(self._payload):
+            raise MismatchError(f"{self._name}: {len(self._payload) - self.at} bytes too many")
