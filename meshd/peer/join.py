@@ -135,13 +135,23 @@ class Supply:
             await self._need(name, digest, lambda: self.directory.donors(stage))
 
     async def live(self, stage: int, donors: list[str]) -> int:
-        """A working replica's parameters and optimizer. Returns its weight version."""
-        manifest = await self._fetch(f"live/{stage}", None, lambda: donors)
-        return int(manifest.facts.get("weight_version", 0))
+        """A working replica's parameters and optimizer. Returns its weight version. Errors as `snapshot`."""
+        return await self._state(f"live/{stage}", donors, 30.0)
 
     async def snapshot(self, stage: int, watermark: int, donors: list[str], patience_s: float = 10.0) -> None:
-        """The stage's average at a watermark. Raises NetworkError when nobody has it."""
-        await self._fetch(f"snapshot/{stage}/{watermark}", None, lambda: donors, patience_s)
+        """The stage's average at a watermark. Raises NetworkError when nobody has it, MismatchError when what came has
+        facts that cannot be used: then it is not kept."""
+        await self._state(f"snapshot/{stage}/{watermark}", donors, patience_s)
+
+    async def _state(self, name: str, donors: list[str], patience_s: float) -> int:
+        manifest = await self._fetch(name, None, lambda: donors, patience_s)
+        try:
+            manifest.count("tokens")
+            return manifest.count("weight_version")
+        except MismatchError:
+            # No hash vouches for it. Left here it would be found again at every start.
+            await asyncio.to_thread(self.store.delete, name)
+            raise
 
     async def _need(self, name: str, digest: str, donors: Callable[[], list[str]]) -> None:
         """Fetch until it is here: without it this peer can do nothing."""

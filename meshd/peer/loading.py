@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from meshd.errors import NetworkError, ResourceError
+from meshd.errors import MismatchError, NetworkError, ResourceError
 from meshd.model.families import load_config
 from meshd.model.stage import StageModel
 from meshd.model.weights import memory_estimate
@@ -99,14 +99,20 @@ async def _newest_state(supply: Supply, number: int) -> str | None:
     name, store = f"live/{number}", supply.store
     version = tokens = -1
     if name in await asyncio.to_thread(store.names):
-        facts = (await asyncio.to_thread(store.manifest, name)).facts
-        version, tokens = int(facts.get("weight_version", 0)), int(facts.get("tokens", 0))
+        own = await asyncio.to_thread(store.manifest, name)
+        try:
+            version, tokens = own.count("weight_version"), own.count("tokens")
+        except MismatchError as error:
+            event(log, "own_state_unusable", level=logging.WARNING, stage=number, reason=str(error))
     peers = [p for p in supply.directory.stage_peers(number) if p.weight_version > version]
     if peers:
         try:
             await supply.live(number, [p.address for p in peers])
             return name
         except NetworkError as error:
+            event(log, "no_live_state", level=logging.WARNING, stage=number, reason=str(error))
+        except MismatchError as error:
+            version = tokens = -1  # it had taken the place of this peer's own
             event(log, "no_live_state", level=logging.WARNING, stage=number, reason=str(error))
     snapshot = await _newer_snapshot(supply, number, tokens)
     return snapshot or (name if version >= 0 else None)
@@ -121,7 +127,7 @@ async def _newer_snapshot(supply: Supply, number: int, tokens: int) -> str | Non
         return None
     try:
         await supply.snapshot(number, newest, donors)
-    except NetworkError as error:
+    except (NetworkError, MismatchError) as error:
         event(log, "no_snapshot", level=logging.WARNING, stage=number, reason=str(error))
         return None
     event(log, "state_from_snapshot", stage=number, tokens=newest)
@@ -130,7 +136,7 @@ async def _newer_snapshot(supply: Supply, number: int, tokens: int) -> str | Non
 
 def _restore(runtime: StageRuntime, name: str, store: BundleStore) -> None:
     runtime.adopt(read_params(store, name))
-    runtime.version = int(store.manifest(name).facts.get("weight_version", 0))
+    runtime.version = store.manifest(name).count("weight_version")
     try:
         runtime.optimizer.restore(read_optimizer(store, name))
     except NotHere:

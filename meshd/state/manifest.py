@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshd.errors import DataError
+from meshd.errors import DataError, MismatchError
 from meshd.proto import meshd_pb2 as pb
 from meshd.transport.base import CHUNK_BYTES
 
@@ -118,6 +118,21 @@ class Manifest:
 
     def file(self, name: str) -> FileEntry | None:
         return next((entry for entry in self.files if entry.name == name), None)
+
+    def count(self, fact: str) -> int:
+        """A fact that counts something (tokens, weight_version); 0 when it is absent.
+
+        Whoever wrote the bundle may have put anything there. Raises MismatchError naming the fact when it is not a
+        whole number from 0 to 2^63 - 1.
+        """
+        value = self.facts.get(fact, 0)
+        # JSON's true and false are ints in Python.
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise MismatchError(
+                f"bundle {self.bundle}: fact {fact} is {str(value)[:40]!r}, not a whole number from 0 to 2^63 - 1. "
+                "Fix: fetch it from another peer; the one that wrote it is broken or of another version"
+            )
+        return value
 
     def check(self) -> None:
         """Raises DataError when anything in it is out of bounds. For manifests from peers and from the disk."""
