@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 _POLL_S = 1.0
 # A snapshot that some stage does not have (its leader died while averaging) will not come: training goes on without.
 _TRIES = 3
+# Between tries at the base model, which nothing else spaces out: a replica that drops at once has time to recover.
+_PAUSE_S = 5.0
 
 
 class Evaluation:
@@ -47,9 +49,16 @@ class Evaluation:
         status.evaluations.extend(_kept(self._path))
 
     async def base(self) -> None:
-        """The base model, before training: what every later loss is compared with."""
+        """The base model, before training: what every later loss is compared with. Training starts without it when
+        it does not come about."""
         while self._spec.snapshot.evaluate and self._directory.leads() and not self._known(0):
             await self._evaluate(0)
+            if self._known(0):
+                return
+            if self._given_up(0):
+                event(log, "no_base_loss", level=logging.WARNING, tries=_TRIES)
+                return
+            await self._directory.clock.sleep(_PAUSE_S)
 
     async def run(self) -> None:
         """Evaluate until the final snapshot is done; then say that the run has finished."""
