@@ -122,7 +122,7 @@ class DhtRegistry:
                 await self._up.wait()
             await self._store(gone, seal(gone, self._identity))
         except (NetworkError, TimeoutError) as error:
-            log.debug("record not taken back, it will expire: %s", error or self.problem)
+            log.debug("record not taken back, it will expire: %s", str(error) or self.problem)
 
     async def refresh(self) -> Sequence[pb.Record]:
         """See Registry. While the DHT is down, the peers known before."""
@@ -132,7 +132,7 @@ class DhtRegistry:
             async with asyncio.timeout(self._timing.call_s):
                 found = await node.get_many(keys, sufficient_expiration_time=math.inf)
         except (NetworkError, TimeoutError) as error:
-            log.debug("DHT not read: %s", error or f"no result within {self._timing.call_s:.0f} s")
+            log.debug("DHT not read: %s", str(error) or f"no result within {self._timing.call_s:.0f} s")
             return self.peers
         now = self._clock.time()
         for entry in found.values():

@@ -184,7 +184,7 @@ async def _control_errors(question: str) -> AsyncIterator[None]:
     except TimeoutError as error:
         raise NetworkError(f"p2pd gave no answer to {question!r} within {_CONTROL_S:.0f} s") from error
     except (OSError, EOFError, ControlFailure, ValueError) as error:
-        raise NetworkError(f"p2pd: {error or type(error).__name__}") from error
+        raise NetworkError(f"p2pd: {str(error) or type(error).__name__}") from error
 
 
 def _choose_port(endpoint: Endpoint) -> int:

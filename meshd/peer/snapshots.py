@@ -12,11 +12,12 @@ import shutil
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from meshd.config.runspec import ResolvedRun
-from meshd.errors import DataError, MeshdError, NetworkError, ResourceError
+from meshd.errors import DataError, MeshdError, MismatchError, NetworkError, ResourceError
 from meshd.model.families import load_config
 from meshd.model.stage import StageModel
 from meshd.observe.log import event
@@ -29,6 +30,7 @@ from meshd.state.bundle import BundleStore
 from meshd.state.fetch import fetch_bundle
 from meshd.state.manifest import snapshots_among
 from meshd.state.stage_state import read_params, write_average, write_stage
+from meshd.state.tensors import check_finite, spec_of
 from meshd.transport.base import NotHere, Transport
 
 log = logging.getLogger(__name__)
@@ -76,6 +78,14 @@ async def watermarks_at(
         offered = snapshots_among(reply.bundles, run.spec.stop_tokens)
         found.update(watermark for number, watermark in offered if number == stage)
     return found
+
+
+def read_part(store: BundleStore, name: str, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Another replica's part, which must be like this peer's own, and finite. Raises MismatchError or DataError."""
+    part = read_params(store, name, {tensor: spec_of(values) for tensor, values in own.items()})
+    for tensor, values in part.items():
+        check_finite(tensor, values)
+    return part
 
 
 @dataclass
@@ -167,47 +177,58 @@ class Snapshots:
     async def _average(self, watermark: int) -> None:
         """As the leader: bring the others' parts here and write the stage's average of them."""
         name = f"part/{self._number}/{watermark}"
-        sources = [await asyncio.to_thread(read_params, self._store, name)]
-        contributors = [self._stage.peer_id]
+        own = await asyncio.to_thread(read_params, self._store, name)
+        sources, contributors = [own], [self._stage.peer_id]
         scratch = self._store.root.parent / "averaging"
-        for replica in self._directory.stage_peers(self._number):
-            # Every replica's part has the same name: one store for each.
-            theirs = await asyncio.to_thread(BundleStore, scratch / replica.peer_id)
-            try:
-                await fetch_bundle(
-                    name,
-                    [replica.address],
-                    self._stage.transport,
-                    theirs,
-                    self._stage.runtime.run.run_id,
-                    clock=self._stage.clock,
-                    rng=self._stage.rng,
-                    patience_s=_PART_PATIENCE_S,
-                )
-            except NetworkError as error:
-                event(
-                    log,
-                    "part_missing",
-                    level=logging.WARNING,
-                    peer=replica.name,
-                    tokens=watermark,
-                    reason=str(error),
-                )
-                continue
-            sources.append(await asyncio.to_thread(read_params, theirs, name))
-            contributors.append(replica.peer_id)
-        facts = {
-            "tokens": watermark,
-            "contributors": contributors,
-            "weight_version": self._stage.runtime.version,
-        }
-        snapshot = f"snapshot/{self._number}/{watermark}"
-        weights = [1.0] * len(sources)
-        await asyncio.to_thread(
-            with_memory, lambda: write_average(self._store, snapshot, sources, weights, facts)
-        )
-        await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+        try:
+            for replica in self._directory.stage_peers(self._number):
+                try:
+                    theirs = await self._part_of(replica, name, scratch, own)
+                except (NetworkError, MismatchError, DataError) as error:
+                    # One that did not come, or does not fit, or holds no numbers (C27): the others' average counts.
+                    reason, peer = str(error), replica.name
+                    event(
+                        log,
+                        "part_missing",
+                        level=logging.WARNING,
+                        peer=peer,
+                        tokens=watermark,
+                        reason=reason,
+                    )
+                    continue
+                sources.append(theirs)
+                contributors.append(replica.peer_id)
+            facts = {
+                "tokens": watermark,
+                "contributors": contributors,
+                "weight_version": self._stage.runtime.version,
+            }
+            snapshot = f"snapshot/{self._number}/{watermark}"
+            weights = [1.0] * len(sources)
+            await asyncio.to_thread(
+                with_memory, lambda: write_average(self._store, snapshot, sources, weights, facts)
+            )
+        finally:
+            await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
         event(log, "snapshot", tokens=watermark, replicas=len(sources))
+
+    async def _part_of(
+        self, replica: pb.Record, name: str, scratch: Path, own: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """A replica's part. Raises NetworkError, or what `read_part` raises."""
+        # Every replica's part has the same name: one store for each.
+        theirs = await asyncio.to_thread(BundleStore, scratch / replica.peer_id)
+        await fetch_bundle(
+            name,
+            [replica.address],
+            self._stage.transport,
+            theirs,
+            self._stage.runtime.run.run_id,
+            clock=self._stage.clock,
+            rng=self._stage.rng,
+            patience_s=_PART_PATIENCE_S,
+        )
+        return await asyncio.to_thread(read_part, theirs, name, own)
 
     async def _finish(self, stop: int) -> None:
         """Get the final average, from whoever made it, and take it over: the replicas now agree exactly."""

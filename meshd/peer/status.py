@@ -85,7 +85,7 @@ class StatusBoard:
                 state=peer.state,
                 address=peer.address,
                 weight_version=peer.weight_version,
-                doing=f"does not answer: {error or f'nothing in {_ANSWER_S:.0f} s'}",
+                doing=f"does not answer: {str(error) or f'nothing in {_ANSWER_S:.0f} s'}",
             )
         self._heard[peer.peer_id] = reply
         return reply.self

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+import torch
+
+from meshd.errors import DataError, MismatchError, NetworkError
 from meshd.peer.seed import complete_watermarks
-from meshd.peer.snapshots import watermarks_at
+from meshd.peer.snapshots import read_part, watermarks_at
 from meshd.proto import meshd_pb2 as pb
+from meshd.state.bundle import BundleStore
+from meshd.state.stage_state import write_stage
 
 STOP = 1000
 # Of these, only the watermarks 64 and STOP are ones that a run of STOP tokens can have.
@@ -36,3 +44,29 @@ async def test_names_that_are_not_ours_and_watermarks_past_the_end_are_passed_ov
     assert await watermarks_at(["a"], 0, cast(Any, Lister()), run) == {64, STOP}
     assert complete_watermarks(LISTED, 2, STOP) == [64]
     assert complete_watermarks(LISTED, 1, STOP) == [64, STOP]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"v": torch.ones(2)}, "v"),
+        ({"w": torch.ones(3)}, "w"),
+        ({"w": torch.tensor([1.0, math.nan])}, "w"),
+        ({"w": torch.tensor([1.0, math.inf])}, "w"),
+    ],
+)
+def test_c27_a_replicas_part_that_does_not_fit_or_is_not_finite_is_refused(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], message: str
+) -> None:
+    store = BundleStore(tmp_path)
+    write_stage(store, "part/0/64", {"w": torch.ones(2)}, None, {})
+    assert read_part(store, "part/0/64", {"w": torch.zeros(2)})["w"].tolist() == [1.0, 1.0]
+    with pytest.raises((MismatchError, DataError), match=message):
+        # As the leader finds it, when its own part holds w of two values.
+        write_stage(store, "part/0/128", tensors, None, {})
+        read_part(store, "part/0/128", {"w": torch.zeros(2)})
+
+
+def test_a_part_without_weights_is_one_of_the_errors_that_the_leader_expects(tmp_path: Path) -> None:
+    with pytest.raises(NetworkError):
+        read_part(BundleStore(tmp_path), "part/0/64", {"w": torch.zeros(2)})
