@@ -98,8 +98,9 @@ def _forward(
     residual = h - explained - explained.T + predictor.T @ known @ predictor
     eye = torch.eye(hidden, dtype=torch.float64, device=joint.device)
     metric = _FLAT * eye
-    weight = float(stats.gradient.diagonal().mean())
-    metric += stats.gradient / weight if weight > 0 else eye
+    # Of token-normalised gradients: a few tokens with large ones would else decide alone (docs/codecs.md).
+    weight = float(stats.unit_gradient.diagonal().mean())
+    metric += stats.unit_gradient / weight if weight > 0 else eye
     values, vectors = torch.linalg.eigh(metric)
     root, inverse = ((vectors * values.pow(power)) @ vectors.T for power in (0.5, -0.5))
     # Directions that were not seen are not impossible.

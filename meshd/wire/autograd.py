@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from meshd.wire.codec import Codec, CodecContext, Frame
-from meshd.wire.named import decode
+from meshd.wire.named import read
 from meshd.wire.rate import RateLoop
 
 
@@ -40,24 +40,27 @@ class Boundary:
 
     def _crossed(
         self, codec: Codec, tensor: torch.Tensor, context: CodecContext, rate: RateLoop
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the far side sees, and the outliers that it was told of."""
         frame = codec.encode(tensor, context, rate)
         if self.on_frame is not None:
             self.on_frame(frame, context)
-        return decode(frame, context, tensor.device)
+        readied = read(frame, context)
+        return readied.tensor(tensor.device), codec.outliers(readied.quantized)
 
 
 class _Cross(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, boundary: Boundary, context: CodecContext) -> torch.Tensor:
-        ctx.boundary, ctx.context = boundary, context
-        return boundary._crossed(boundary.forward, hidden, context, boundary._rates[0])
+        out, outliers = boundary._crossed(boundary.forward, hidden, context, boundary._rates[0])
+        ctx.boundary, ctx.context, ctx.outliers = boundary, context, outliers
+        return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         boundary, context = ctx.boundary, ctx.context
-        back = replace(context, direction="backward")
-        gradient = boundary._crossed(boundary.backward, gradients[0], back, boundary._rates[1])
+        back = replace(context, direction="backward", outliers=ctx.outliers)
+        gradient, _ = boundary._crossed(boundary.backward, gradients[0], back, boundary._rates[1])
         if boundary.exact_adjoint:
             gradient = boundary.forward.adjoint(gradient, context)
         return gradient, None, None

@@ -40,7 +40,8 @@ class CodecContext:
     boundary: number of the cut; direction: of the tensor; ids: (rows, tokens) input token ids; seed: of the
     microbatch, for codecs with shared randomness. prior: of the boundary. At the sender: the one to encode with, None
     before there is one; at the receiver: the one that the frame names. features: of the run's vocabulary, on the
-    tensor's device, for priors that predict from tokens.
+    tensor's device, for priors that predict from tokens. outliers: for the way back, at its sender: the tokens
+    (rows * tokens,) that the frame on the way there had marked (`Codec.outliers`).
     """
 
     boundary: int
@@ -49,6 +50,7 @@ class CodecContext:
     seed: int
     prior: BoundaryPrior | None = None
     features: TokenFeatures | None = None
+    outliers: torch.Tensor | None = None
 
     @property
     def prior_name(self) -> bytes:
@@ -110,6 +112,10 @@ class Codec(ABC):
         header = frame.header
         return Quantized(tuple(header.shape), DTYPES[header.dtype], frame.payload, header.prior)
 
+    def outliers(self, quantized: Quantized) -> torch.Tensor | None:
+        """(rows * tokens,) bool: tokens coded apart, which the gradient's codec then codes apart as well."""
+        return None
+
     def adjoint(self, gradient: torch.Tensor, context: CodecContext) -> torch.Tensor:
         """Gradient with respect to what was encoded, of a gradient with respect to what was decoded: the transpose of
         the linear part of encode and decode, quantization counted as the identity. Without masking it is the identity.
@@ -146,4 +152,6 @@ def tensor_from(payload: bytes | memoryview, dtype: torch.dtype, shape: Sequence
     want = dtype.itemsize * int(torch.Size(shape).numel())
     if len(payload) != want:
         raise MismatchError(f"{len(payload)} bytes where {want} were expected")
+    if not want:
+        return torch.empty(tuple(shape), dtype=dtype)
     return torch.frombuffer(bytearray(payload), dtype=dtype).reshape(tuple(shape))

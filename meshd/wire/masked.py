@@ -2,12 +2,12 @@
 
 Payload of one tensor of N tokens, in this order (normative; docs/bitstream.md):
 
-    marks      ceil(N / 8) bytes   one bit per token: an outlier. Only where a predictor is used
+    marks      ceil(N / 8) bytes   one bit per token: an outlier. Only with a predictor, or with entropy
     columns    meshd.wire.mask     topk only
     gains      4 + N bytes         not with bf16: float32 reference, then a byte per token (`_gains`)
     values     bf16: 2 bytes each. int8: 1 byte each. packed: Lloyd-Max indices, bit-packed; waterfilled ones by
-               ascending width, zeros up to the size that the shape fixes. entropy: int16 step index, then the stream
-               of meshd.wire.entropy
+               ascending width, zeros up to the size that the shape fixes. entropy: int16 step index, int8 values of
+               the marked tokens in the identity basis, then the stream of meshd.wire.entropy of all other tokens
 
 All but that stream is of a size that shape and codec fix.
 """
@@ -40,12 +40,15 @@ _GAIN_OCTAVE = 8
 # An entropy-coded payload may take this many times its budget; what would take more is quantized more coarsely.
 _MOST_OF_BUDGET = 2
 _MOST_STEP = 2**15 - 1
+# One token in so many may be marked an outlier, which costs eight times as much as others or more.
+_TOKENS_PER_OUTLIER = 32
 _TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
 class EntropyCoded(Quantized):
-    """levels: (N, K) of the coordinates that are coded; classes: theirs, (K,); tables: the prior's."""
+    """levels: of the unmarked tokens' coordinates that are coded, (tokens, K); classes: theirs, (K,); tables: the
+    prior's."""
 
     levels: entropy.Levels
     classes: entropy.Classes
@@ -78,11 +81,16 @@ class Masked(Codec):
         if spec.values == "packed":
             return size + _room(tokens, self._budget(hidden))
         budget = -(-tokens * self._budget(hidden) // 8)
-        return size + _STEP.size + _MOST_OF_BUDGET * budget + entropy.overhead(tokens, hidden)
+        outliers = _most_outliers(tokens) * hidden
+        return size + _STEP.size + outliers + _MOST_OF_BUDGET * budget + entropy.overhead(tokens, hidden)
+
+    @property
+    def _marked(self) -> bool:
+        return self.spec.predictor != "none" or self.spec.values == "entropy"
 
     def _marks(self, tokens: int) -> int:
         """Bytes of the marks of outliers."""
-        return 0 if self.spec.predictor == "none" else bits.packed_bytes(tokens, 1)
+        return bits.packed_bytes(tokens, 1) if self._marked else 0
 
     def _keep(self, hidden: int) -> int:
         """Coordinates per token that cross, where their number is fixed."""
@@ -98,7 +106,8 @@ class Masked(Codec):
         spec, hidden = self.spec, tensor.shape[-1]
         x = tensor.detach().reshape(-1, hidden).float()
         raw: list[Tensor | bytes] = []
-        if spec.predictor != "none":
+        outlier = None
+        if self._marked:
             outlier = self._outliers(x, context)
             x = x - self._predicted(context, outlier)
             raw.append(bits.pack(outlier, 1))
@@ -124,18 +133,25 @@ class Masked(Codec):
             )
         unit = z / self._scale(side, columns, hidden)
         if spec.values == "int8":
-            reference, index, gain = _gains(z.abs().amax(1, keepdim=True) / 127, peak)
+            gain = _eighth_bit(z)
         else:
-            reference, index, gain = _gains(unit.square().mean(1, keepdim=True).sqrt(), peak)
+            gain = unit.square().mean(1, keepdim=True).sqrt()
+        if spec.values == "entropy":
+            assert outlier is not None
+            assert side is not None
+            gain = torch.where(outlier[:, None], _eighth_bit(x), gain)
+        reference, index, gain = _gains(gain, peak)
         raw += [reference, index]
         if spec.values == "int8":
-            raw.append((z / gain).round().clamp(-127, 127).to(torch.int8))
+            raw.append(_int8(z / gain))
         elif spec.values == "packed":
             raw += self._packed(unit / gain, side, hidden)
         else:
+            assert outlier is not None
             assert side is not None
-            step, levels, classes = self._levels(z / gain, side, hidden, rate)
-            raw.append(_STEP.pack(step))
+            few = _int8(x[outlier] / gain[outlier])
+            step, levels, classes = self._levels((z / gain)[~outlier], side, hidden, 8 * few.numel(), rate)
+            raw += [_STEP.pack(step), few]
             name = context.prior_name
             return EntropyCoded(*what, _joined(raw), name, levels.cpu().numpy(), classes, side.tables)
         return Quantized(*what, _joined(raw), context.prior_name)
@@ -147,16 +163,35 @@ class Masked(Codec):
         return make_frame(self.name, quantized, payload)
 
     def _outliers(self, x: Tensor, context: CodecContext) -> Tensor:
-        """(N,) bool. Gradients have none."""
+        """(N,) bool, at most one token in 32. On the way back those of the way there."""
         if context.direction == "backward":
-            return torch.zeros(len(x), dtype=torch.bool, device=x.device)
-        far: Tensor = _norm(x)[:, 0] > _prior(context).outlier_norm
+            if context.outliers is None:
+                return torch.zeros(len(x), dtype=torch.bool, device=x.device)
+            return context.outliers.to(x.device)
+        norm = _norm(x)[:, 0]
+        far = norm > _prior(context).outlier_norm
+        if int(far.sum()) > _most_outliers(len(x)):
+            least = norm.topk(_most_outliers(len(x))).indices
+            far = torch.zeros_like(far).index_fill_(0, least, True)
         return far
+
+    def outliers(self, quantized: Quantized) -> Tensor | None:
+        tokens = int(torch.Size(quantized.shape[:-1]).numel())
+        if not self._marked:
+            return None
+        return self._marks_of(_Cursor(quantized.raw, self.name, torch.device("cpu")), tokens)
+
+    def _marks_of(self, raw: _Cursor, tokens: int) -> Tensor:
+        """(N,) bool. Raises MismatchError for more marks than there may be."""
+        outlier = bits.unpack(raw.take(self._marks(tokens)), 1, tokens).bool()
+        if int(outlier.sum()) > _most_outliers(tokens):
+            raise MismatchError(f"{self.name}: {int(outlier.sum())} of {tokens} tokens marked as outliers")
+        return outlier
 
     def _predicted(self, context: CodecContext, outlier: Tensor) -> Tensor:
         """(N, H): what both ends expect of the tensor."""
         prior, device = _prior(context).on(outlier.device), outlier.device
-        if context.direction == "backward":
+        if context.direction == "backward" or self.spec.predictor == "none":
             return torch.zeros((), device=device)
         if self.spec.predictor == "mean":
             usual = prior.mean
@@ -218,12 +253,16 @@ class Masked(Codec):
         return [*packed, bytes(room - sum(map(len, packed)))]
 
     def _levels(
-        self, z: Tensor, side: Side, hidden: int, rate: RateLoop | None
+        self, z: Tensor, side: Side, hidden: int, spent: int, rate: RateLoop | None
     ) -> tuple[int, Tensor, entropy.Classes]:
-        """Step index, levels (N, K) and classes (K,) of an entropy-coded tensor; tells `rate` what it will take."""
+        """Step index, levels (N, K) and classes (K,) of an entropy-coded tensor; tells `rate` what it will take.
+
+        spent: bits that outliers take, off the budget of all.
+        """
         budget = len(z) * self._budget(hidden)
         offset = 0 if rate is None else rate.offset
-        step = side.step(self._budget(hidden)) + offset
+        left = max(budget - spent, budget // 2) // max(1, len(z))
+        step = side.step(left) + offset
         while True:
             step = min(max(step, -_MOST_STEP), _MOST_STEP)
             classes = side.classes(step)
@@ -234,7 +273,7 @@ class Masked(Codec):
                 break
             step += quantize.OCTAVE // 2
         if rate is not None:
-            rate.spent(cost, budget, offset)
+            rate.spent(cost + spent, budget, offset)
         return step, levels, classes
 
     # ---- decoding ------------------------------------------------------------------------------------------
@@ -246,12 +285,13 @@ class Masked(Codec):
         tokens = int(torch.Size(whole.shape[:-1]).numel())
         side = self._side(context, torch.device("cpu"))
         assert side is not None
-        head = self._marks(tokens) + _REFERENCE.size + tokens + _STEP.size
-        if len(whole.raw) < head:
-            raise MismatchError(f"{self.name}: {len(whole.raw)} bytes where {tokens} tokens take over {head}")
-        (step,) = _STEP.unpack_from(whole.raw, head - _STEP.size)
-        classes = side.classes(step)
-        levels = entropy.decode(memoryview(whole.raw)[head:], tokens, classes, side.tables)
+        raw = _Cursor(whole.raw, self.name, torch.device("cpu"))
+        marked = int(self._marks_of(raw, tokens).sum())
+        raw.bytes(_REFERENCE.size + tokens)
+        classes = side.classes(*_STEP.unpack(raw.bytes(_STEP.size)))
+        raw.bytes(marked * whole.shape[-1])
+        head = raw.at
+        levels = entropy.decode(memoryview(whole.raw)[head:], tokens - marked, classes, side.tables)
         return EntropyCoded(
             whole.shape, whole.dtype, whole.raw[:head], whole.prior, levels, classes, side.tables
         )
@@ -261,9 +301,7 @@ class Masked(Codec):
         tokens = int(torch.Size(quantized.shape[:-1]).numel())
         raw = _Cursor(quantized.raw, self.name, device)
         side = self._side(context, device)
-        outlier = None
-        if spec.predictor != "none":
-            outlier = bits.unpack(raw.take(self._marks(tokens)), 1, tokens).bool()
+        outlier = self._marks_of(raw, tokens) if self._marked else None
         if spec.mask == "topk":
             packed = raw.take(mask.columns_bytes(tokens, hidden, self._keep(hidden)))
             columns: Tensor | None = mask.unpack_columns(packed, tokens, hidden, self._keep(hidden))
@@ -271,6 +309,8 @@ class Masked(Codec):
             columns = self._columns(tokens, hidden, context, device)
         gain = None if spec.values == "bf16" else _ungained(raw, tokens)
         z = self._values(raw, quantized, side, tokens, hidden)
+        if isinstance(quantized, EntropyCoded):
+            few = raw.typed(torch.int8, tokens - len(quantized.levels), hidden)
         raw.end()
         if spec.values == "packed":
             z = z * self._scale(side, columns, hidden)
@@ -279,6 +319,10 @@ class Masked(Codec):
         if side is not None:
             known = min(z.shape[1], len(side.decode))
             z = z[:, :known] @ side.decode[:known]
+        if isinstance(quantized, EntropyCoded):
+            assert outlier is not None
+            z = z.new_empty(tokens, hidden).masked_scatter_(~outlier[:, None], z)
+            z = z.masked_scatter_(outlier[:, None], few)
         x = z if gain is None else z * gain
         if outlier is not None:
             x = x + self._predicted(context, outlier)
@@ -291,9 +335,9 @@ class Masked(Codec):
         """(N, kept) values, before gain; Lloyd-Max ones before their coordinates' scale too."""
         spec, keep = self.spec, self._keep(hidden)
         if spec.values == "bf16":
-            return raw.typed(torch.bfloat16, tokens * keep).reshape(tokens, keep).float()
+            return raw.typed(torch.bfloat16, tokens, keep)
         if spec.values == "int8":
-            return raw.typed(torch.int8, tokens * keep).reshape(tokens, keep).float()
+            return raw.typed(torch.int8, tokens, keep)
         if isinstance(quantized, EntropyCoded):
             (step,) = _STEP.unpack(raw.bytes(_STEP.size))
             levels = torch.from_numpy(quantized.levels).to(raw.device)
@@ -356,6 +400,19 @@ def _room(tokens: int, budget: int) -> int:
     return bits.packed_bytes(tokens * budget, 1) + quantize.MOST_BITS
 
 
+def _most_outliers(tokens: int) -> int:
+    return max(1, tokens // _TOKENS_PER_OUTLIER)
+
+
+def _eighth_bit(x: Tensor) -> Tensor:
+    """(N, 1): the gain that brings a token's values to 127 at most."""
+    return x.abs().amax(1, keepdim=True) / 127
+
+
+def _int8(x: Tensor) -> Tensor:
+    return x.round().clamp(-127, 127).to(torch.int8)
+
+
 def _norm(x: Tensor) -> Tensor:
     return x.square().sum(1, keepdim=True).sqrt()
 
@@ -409,12 +466,14 @@ class _Cursor:
         self.at += count
         return piece
 
-    def typed(self, dtype: torch.dtype, count: int) -> Tensor:
-        return tensor_from(self.bytes(count * dtype.itemsize), dtype, (count,)).to(self.device)
+    def typed(self, dtype: torch.dtype, tokens: int, columns: int) -> Tensor:
+        """(tokens, columns) float32."""
+        piece = self.bytes(tokens * columns * dtype.itemsize)
+        return tensor_from(piece, dtype, (tokens, columns)).to(self.device).float()
 
     def take(self, count: int) -> Tensor:
         """(count,) uint8."""
-        return self.typed(torch.uint8, count)
+        return tensor_from(self.bytes(count), torch.uint8, (count,)).to(self.device)
 
     def end(self) -> None:
         if self.at != len(self._payload):

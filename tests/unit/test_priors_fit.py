@@ -69,7 +69,7 @@ def test_errors_are_put_where_the_gradient_is_small() -> None:
     """A unit error in each coordinate costs the same, in the metric of the gradient: decode^T M decode is flat."""
     stats = boundary_stats()
     prior = fit(stats, 1, most_bits=(10.0, 10.0))
-    metric = (stats.gradient / stats.gradient.diagonal().mean()).float() + 0.1 * torch.eye(HIDDEN)
+    metric = (stats.unit_gradient / stats.unit_gradient.diagonal().mean()).float() + 0.1 * torch.eye(HIDDEN)
     cost = prior.forward.decode.T @ metric @ prior.forward.decode
     torch.testing.assert_close(cost.diagonal(), torch.ones(HIDDEN), atol=0.1, rtol=0)
     assert float((cost - cost.diagonal().diag()).abs().mean()) < 0.02
