@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from meshd.errors import DataError, MismatchError, NetworkError
 from meshd.peer.seed import complete_watermarks
@@ -61,9 +62,10 @@ def test_c27_a_replicas_part_that_does_not_fit_or_is_not_finite_is_refused(
     store = BundleStore(tmp_path)
     write_stage(store, "part/0/64", {"w": torch.ones(2)}, None, {})
     assert read_part(store, "part/0/64", {"w": torch.zeros(2)})["w"].tolist() == [1.0, 1.0]
+    # What this software writes is finite: another's may not be.
+    write_stage(store, "part/0/128", {"w": torch.ones(2)}, None, {})
+    save_file(tensors, store.path("part/0/128", "weights.safetensors"))
     with pytest.raises((MismatchError, DataError), match=message):
-        # As the leader finds it, when its own part holds w of two values.
-        write_stage(store, "part/0/128", tensors, None, {})
         read_part(store, "part/0/128", {"w": torch.zeros(2)})
 
 
