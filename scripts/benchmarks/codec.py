@@ -137,7 +137,7 @@ def measure(model, codecs, text, clean, priors, features) -> dict:
         losses.append(loss.item())
         cosines.append(
             [
-                torch.nn.functional.cosine_similarity(a.float(), b.float(), 0).item()
+                torch.nn.functional.cosine_similarity(a.double(), b.double(), 0).item()  # 30 M values each
                 for a, b in zip(gradients(model), clean[number], strict=True)
             ]
         )
