@@ -24,6 +24,7 @@ from meshd.peer.resolve import BUNDLES, save_run
 from meshd.peer.seed import SeedPeer
 from meshd.peer.stage import StagePeer
 from meshd.peer.status import StatusBoard
+from meshd.pipeline import heap
 from meshd.proto import meshd_pb2 as pb
 from meshd.state.bundle import BundleStore
 from meshd.transport.base import Transport
@@ -35,6 +36,8 @@ class Peer:
     """`handlers` are to be served at `me.address` before `run` is called."""
 
     def __init__(self, config: PeerConfig, me: Self, clock: Clock, rng: random.Random) -> None:
+        # Here, and not where the stage is loaded: most of a daemon's threads start in between.
+        heap.set_up()
         self._config, self.me, self._clock, self._rng = config, me, clock, rng
         self.metrics = Metrics(clock)
         self.status = StatusBoard(me, clock, self.metrics)

@@ -4,7 +4,7 @@ sockets: it runs in the device's thread (`meshd.pipeline.worker`)."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -94,7 +94,8 @@ class StageRuntime:
         """
         work.version = self.version
         keep = not self.run.spec.pipeline.recompute
-        with torch.set_grad_enabled(keep):
+        # Without a graph nothing that is made on the way lasts.
+        with torch.set_grad_enabled(keep), nullcontext() if keep else heap.reusing():
             x, out = self._compute(hop, work, keep)
         if not bool(torch.isfinite(out).all()):
             raise NonFinite(f"the output of hop {hop} is not finite")
@@ -114,7 +115,8 @@ class StageRuntime:
         if not torch.isfinite(total):
             raise NonFinite(f"the loss is {loss}")
         with self._adding():
-            torch.autograd.backward(total)
+            with heap.reusing():
+                torch.autograd.backward(total)
             return loss, self._added(hop, work, x, pace)
 
     def backward(self, hop: int, work: Work, gradient: Frame, pace: Pace) -> Returned:
@@ -136,7 +138,8 @@ class StageRuntime:
         # Frames carry the gradient of the mean loss; the accumulator holds sums over label tokens.
         summed = incoming.to(out.dtype) * work.batch.label_tokens
         with self._adding():
-            torch.autograd.backward(out, summed)
+            with heap.reusing():
+                torch.autograd.backward(out, summed)
             return self._added(hop, work, x, pace)
 
     def _mark(self) -> Mark:
