@@ -115,8 +115,7 @@ class StageRuntime:
         if not torch.isfinite(total):
             raise NonFinite(f"the loss is {loss}")
         with self._adding():
-            with heap.reusing():
-                torch.autograd.backward(total)
+            self._propagate(total, None)
             return loss, self._added(hop, work, x, pace)
 
     def backward(self, hop: int, work: Work, gradient: Frame, pace: Pace) -> Returned:
@@ -138,9 +137,14 @@ class StageRuntime:
         # Frames carry the gradient of the mean loss; the accumulator holds sums over label tokens.
         summed = incoming.to(out.dtype) * work.batch.label_tokens
         with self._adding():
-            with heap.reusing():
-                torch.autograd.backward(out, summed)
+            self._propagate(out, summed)
             return self._added(hop, work, x, pace)
+
+    def _propagate(self, out: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        # The first pass makes the parameters' gradients, which stay; the others make only what is soon freed.
+        lasting = any(parameter.grad is None for parameter in self.model.trainable().values())
+        with nullcontext() if lasting else heap.reusing():
+            torch.autograd.backward(out, gradient)
 
     def _mark(self) -> Mark:
         # torch counts changes in place, but not those of the fused optimizer.
