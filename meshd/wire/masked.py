@@ -4,7 +4,7 @@ Payload of one tensor of N tokens, in this order (normative; docs/bitstream.md):
 
     marks      ceil(N / 8) bytes   one bit per token: an outlier. Only with a predictor, or with entropy
     columns    meshd.wire.mask     topk only
-    gains      4 + N bytes         not with bf16: float32 reference, then a byte per token (`_gains`)
+    gains      4 + N bytes         not with bf16: float32 reference, then a byte per token (meshd.wire.payload)
     values     bf16: 2 bytes each. int8: 1 byte each. packed: Lloyd-Max indices, bit-packed; waterfilled ones by
                ascending width, zeros up to the size that the shape fixes. entropy: int16 step index, int8 values of
                the marked tokens in the identity basis, then the stream of meshd.wire.entropy of all other tokens
@@ -25,7 +25,17 @@ from torch import Tensor
 
 from meshd.errors import MismatchError
 from meshd.wire import bits, entropy, mask, quantize
-from meshd.wire.codec import Codec, CodecContext, Frame, Quantized, make_frame, tensor_bytes, tensor_from
+from meshd.wire.codec import Codec, CodecContext, Frame, Quantized, make_frame, tensor_bytes
+from meshd.wire.payload import (
+    REFERENCE,
+    Cursor,
+    gain_to_127,
+    gains,
+    joined,
+    power_of_two,
+    read_gains,
+    to_int8,
+)
 from meshd.wire.rate import RateLoop
 from meshd.wire.side import Side, side_of
 from meshd.wire.spec import MaskedSpec
@@ -33,10 +43,7 @@ from meshd.wire.spec import MaskedSpec
 if TYPE_CHECKING:
     from meshd.priors.boundary import BoundaryPrior
 
-_REFERENCE = struct.Struct("<f")
 _STEP = struct.Struct("<h")
-# Gains are an eighth of an octave apart: the steps that they scale need not be finer than that.
-_GAIN_OCTAVE = 8
 # An entropy-coded payload may take this many times its budget; what would take more is quantized more coarsely.
 _MOST_OF_BUDGET = 2
 _MOST_STEP = 2**15 - 1
@@ -73,7 +80,7 @@ class Masked(Codec):
         size += mask.columns_bytes(tokens, hidden, self._keep(hidden)) if spec.mask == "topk" else 0
         if spec.values == "bf16":
             return size + 2 * values
-        size += _REFERENCE.size + tokens
+        size += REFERENCE.size + tokens
         if spec.values == "int8":
             return size + values
         if spec.mask != "waterfill":
@@ -113,7 +120,7 @@ class Masked(Codec):
             raw.append(bits.pack(outlier, 1))
         side = self._side(context, x.device)
         # Each token at a size near 1 goes through the products: what is finite stays so.
-        peak = _power_of_two(x)
+        peak = power_of_two(x)
         x = x / peak
         z = x if side is None else self._fitted(x @ side.encode, hidden)
         if spec.mask == "topk":
@@ -129,32 +136,32 @@ class Masked(Codec):
         if spec.values == "bf16":
             most = torch.finfo(torch.bfloat16).max
             return Quantized(
-                *what, _joined([*raw, (z * peak).clamp(-most, most).bfloat16()]), context.prior_name
+                *what, joined([*raw, (z * peak).clamp(-most, most).bfloat16()]), context.prior_name
             )
         unit = z / self._scale(side, columns, hidden)
         if spec.values == "int8":
-            gain = _eighth_bit(z)
+            gain = gain_to_127(z)
         else:
             gain = unit.square().mean(1, keepdim=True).sqrt()
         if spec.values == "entropy":
             assert outlier is not None
             assert side is not None
-            gain = torch.where(outlier[:, None], _eighth_bit(x), gain)
-        reference, index, gain = _gains(gain, peak)
+            gain = torch.where(outlier[:, None], gain_to_127(x), gain)
+        reference, index, gain = gains(gain, peak)
         raw += [reference, index]
         if spec.values == "int8":
-            raw.append(_int8(z / gain))
+            raw.append(to_int8(z / gain))
         elif spec.values == "packed":
             raw += self._packed(unit / gain, side, hidden)
         else:
             assert outlier is not None
             assert side is not None
-            few = _int8(x[outlier] / gain[outlier])
+            few = to_int8(x[outlier] / gain[outlier])
             step, levels, classes = self._levels((z / gain)[~outlier], side, hidden, 8 * few.numel(), rate)
             raw += [_STEP.pack(step), few]
             name = context.prior_name
-            return EntropyCoded(*what, _joined(raw), name, levels.cpu().numpy(), classes, side.tables)
-        return Quantized(*what, _joined(raw), context.prior_name)
+            return EntropyCoded(*what, joined(raw), name, levels.cpu().numpy(), classes, side.tables)
+        return Quantized(*what, joined(raw), context.prior_name)
 
     def write(self, quantized: Quantized) -> Frame:
         payload = quantized.raw
@@ -171,17 +178,17 @@ class Masked(Codec):
         norm = _norm(x)[:, 0]
         far = norm > _prior(context).outlier_norm
         if int(far.sum()) > _most_outliers(len(x)):
-            least = norm.topk(_most_outliers(len(x))).indices
-            far = torch.zeros_like(far).index_fill_(0, least, True)
+            farthest = norm.topk(_most_outliers(len(x))).indices
+            far = torch.zeros_like(far).index_fill_(0, farthest, True)
         return far
 
     def outliers(self, quantized: Quantized) -> Tensor | None:
         tokens = int(torch.Size(quantized.shape[:-1]).numel())
         if not self._marked:
             return None
-        return self._marks_of(_Cursor(quantized.raw, self.name, torch.device("cpu")), tokens)
+        return self._marks_of(Cursor(quantized.raw, self.name, torch.device("cpu")), tokens)
 
-    def _marks_of(self, raw: _Cursor, tokens: int) -> Tensor:
+    def _marks_of(self, raw: Cursor, tokens: int) -> Tensor:
         """(N,) bool. Raises MismatchError for more marks than there may be."""
         outlier = bits.unpack(raw.take(self._marks(tokens)), 1, tokens).bool()
         if int(outlier.sum()) > _most_outliers(tokens):
@@ -285,9 +292,9 @@ class Masked(Codec):
         tokens = int(torch.Size(whole.shape[:-1]).numel())
         side = self._side(context, torch.device("cpu"))
         assert side is not None
-        raw = _Cursor(whole.raw, self.name, torch.device("cpu"))
+        raw = Cursor(whole.raw, self.name, torch.device("cpu"))
         marked = int(self._marks_of(raw, tokens).sum())
-        raw.bytes(_REFERENCE.size + tokens)
+        raw.bytes(REFERENCE.size + tokens)
         classes = side.classes(*_STEP.unpack(raw.bytes(_STEP.size)))
         raw.bytes(marked * whole.shape[-1])
         head = raw.at
@@ -299,7 +306,7 @@ class Masked(Codec):
     def dequantize(self, quantized: Quantized, context: CodecContext, device: torch.device) -> Tensor:
         spec, hidden = self.spec, quantized.shape[-1]
         tokens = int(torch.Size(quantized.shape[:-1]).numel())
-        raw = _Cursor(quantized.raw, self.name, device)
+        raw = Cursor(quantized.raw, self.name, device)
         side = self._side(context, device)
         outlier = self._marks_of(raw, tokens) if self._marked else None
         if spec.mask == "topk":
@@ -307,7 +314,7 @@ class Masked(Codec):
             columns: Tensor | None = mask.unpack_columns(packed, tokens, hidden, self._keep(hidden))
         else:
             columns = self._columns(tokens, hidden, context, device)
-        gain = None if spec.values == "bf16" else _ungained(raw, tokens)
+        gain = None if spec.values == "bf16" else read_gains(raw, tokens)
         z = self._values(raw, quantized, side, tokens, hidden)
         if isinstance(quantized, EntropyCoded):
             few = raw.typed(torch.int8, tokens - len(quantized.levels), hidden)
@@ -330,12 +337,15 @@ class Masked(Codec):
         return x.clamp(-most, most).to(quantized.dtype).reshape(quantized.shape)
 
     def _values(
-        self, raw: _Cursor, quantized: Quantized, side: Side | None, tokens: int, hidden: int
+        self, raw: Cursor, quantized: Quantized, side: Side | None, tokens: int, hidden: int
     ) -> Tensor:
         """(N, kept) values, before gain; Lloyd-Max ones before their coordinates' scale too."""
         spec, keep = self.spec, self._keep(hidden)
         if spec.values == "bf16":
-            return raw.typed(torch.bfloat16, tokens, keep)
+            values = raw.typed(torch.bfloat16, tokens, keep)
+            if not bool(values.isfinite().all()):  # the clamp at the end would make them numbers
+                raise MismatchError(f"{self.name} payload holds values that are not finite")
+            return values
         if spec.values == "int8":
             return raw.typed(torch.int8, tokens, keep)
         if isinstance(quantized, EntropyCoded):
@@ -352,7 +362,7 @@ class Masked(Codec):
         raw.bytes(start + _room(tokens, self._budget(hidden)) - raw.at)
         return z
 
-    def _unpacked(self, raw: _Cursor, width: int, tokens: int, columns: int) -> Tensor:
+    def _unpacked(self, raw: Cursor, width: int, tokens: int, columns: int) -> Tensor:
         count = tokens * columns
         index = bits.unpack(raw.take(bits.packed_bytes(count, width)), width, count)
         return quantize.dequantize(index, quantize.lloyd_max(width)).reshape(tokens, columns)
@@ -404,77 +414,5 @@ def _most_outliers(tokens: int) -> int:
     return max(1, tokens // _TOKENS_PER_OUTLIER)
 
 
-def _eighth_bit(x: Tensor) -> Tensor:
-    """(N, 1): the gain that brings a token's values to 127 at most."""
-    return x.abs().amax(1, keepdim=True) / 127
-
-
-def _int8(x: Tensor) -> Tensor:
-    return x.round().clamp(-127, 127).to(torch.int8)
-
-
 def _norm(x: Tensor) -> Tensor:
     return x.square().sum(1, keepdim=True).sqrt()
-
-
-def _power_of_two(x: Tensor) -> Tensor:
-    """(N, 1): the power of two at or below each token's largest value; 1 for a token of next to nothing."""
-    peak = x.abs().amax(1, keepdim=True)
-    _, exponent = torch.frexp(peak)  # exact: a logarithm of the largest floats rounds up to infinity's
-    return torch.where(peak >= _TINY, torch.ldexp(torch.ones_like(peak), exponent - 1), 1.0)
-
-
-def _gains(gain: Tensor, peak: Tensor) -> tuple[bytes, Tensor, Tensor]:
-    """Gains as they cross: (reference, index, gain).
-
-    gain, peak: (N, 1), their product is what crosses. index: uint8; `reference * 2^((index - 255) / 8)` is the gain,
-    rounded up; 0 stands for a token of zeros. The gain returned is that which the other end will use, less peak.
-    """
-    whole = (gain * peak).clamp_max(torch.finfo(torch.float32).max)
-    reference = float(whole.amax()) if len(whole) else 0.0
-    octaves = (whole / max(reference, _TINY)).log2()
-    index = (octaves * _GAIN_OCTAVE).ceil().clamp(-255, 0) + 255
-    used = reference * torch.exp2((index - 255) / _GAIN_OCTAVE) / peak
-    # A token that is to be zero there is divided by infinity here.
-    used = torch.where(index > 0, used.clamp_min(_TINY), torch.inf)
-    return _REFERENCE.pack(reference), index.to(torch.uint8), used
-
-
-def _ungained(raw: _Cursor, tokens: int) -> Tensor:
-    """(N, 1) gains. Raises MismatchError for a reference that is none."""
-    (reference,) = _REFERENCE.unpack(raw.bytes(_REFERENCE.size))
-    if not (math.isfinite(reference) and reference >= 0):
-        raise MismatchError(f"a gain of {reference}")
-    index = raw.take(tokens).float()[:, None]
-    return torch.where(index > 0, reference * torch.exp2((index - 255) / _GAIN_OCTAVE), 0.0)
-
-
-def _joined(parts: Sequence[Tensor | bytes]) -> bytes:
-    return b"".join(part if isinstance(part, bytes) else tensor_bytes(part) for part in parts)
-
-
-class _Cursor:
-    """Reads a payload from front to back; raises MismatchError at its end."""
-
-    def __init__(self, payload: bytes, name: str, device: torch.device) -> None:
-        self._payload, self._name, self.device, self.at = payload, name, device, 0
-
-    def bytes(self, count: int) -> bytes:
-        piece = self._payload[self.at : self.at + count]
-        if len(piece) < count:
-            raise MismatchError(f"{self._name}: {len(self._payload)} bytes, where more were expected")
-        self.at += count
-        return piece
-
-    def typed(self, dtype: torch.dtype, tokens: int, columns: int) -> Tensor:
-        """(tokens, columns) float32."""
-        piece = self.bytes(tokens * columns * dtype.itemsize)
-        return tensor_from(piece, dtype, (tokens, columns)).to(self.device).float()
-
-    def take(self, count: int) -> Tensor:
-        """(count,) uint8."""
-        return tensor_from(self.bytes(count), torch.uint8, (count,)).to(self.device)
-
-    def end(self) -> None:
-        if self.at != len(self._payload):
-            raise MismatchError(f"{self._name}: {len(self._payload) - self.at} bytes too many")

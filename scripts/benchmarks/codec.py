@@ -10,21 +10,17 @@ Needs the packaged model and text (about 100 MB from package registries, once). 
 """
 
 import argparse
-import datetime
 import itertools
 import json
 import os
-import platform
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import psutil
 import torch
+from results import ROOT, save
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from meshd.data.known import known_corpus
@@ -35,7 +31,6 @@ from meshd.priors.stats import BoundaryStats
 from meshd.wire import CodecContext, codec_named
 from meshd.wire.autograd import Boundary
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL, TEXT, STAGES = "packaged:smollm2-135m", "packaged:manpages-de", 4
 ROWS, COLUMNS = 4, 128
 # (forward, backward) by boundary
@@ -210,20 +205,7 @@ def main() -> None:
         row["cost_share"] = round(row.pop("codec_s") / alone_s, 4)
         rows.append(row)
         print(json.dumps(row), flush=True)
-    result = {
-        "command": " ".join(["scripts/benchmarks/codec.py", *sys.argv[1:]]),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
-        ).stdout.strip(),
-        "machine": f"{platform.machine()}, {psutil.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB",
-        "date": datetime.date.today().isoformat(),
-        "prior_bytes": [len(prior.to_bytes()) for prior in priors],
-        "rows": rows,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    draft = options.out.with_suffix(".new")
-    draft.write_text(json.dumps(result, indent=1) + "\n")
-    draft.replace(options.out)
+    save(options.out, rows, prior_bytes=[len(prior.to_bytes()) for prior in priors])
 
 
 if __name__ == "__main__":

@@ -12,10 +12,8 @@ Needs the packaged model (about 100 MB from the package index, once). Nothing el
 """
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -28,10 +26,9 @@ from pathlib import Path
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 import psutil
+from results import ROOT, save
 
 from meshd.observe.metrics import private_bytes
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def spec_text(steps: int) -> str:
@@ -156,20 +153,7 @@ def main() -> None:
     speed, memory = swarm(options.steps)
     best = max(row["tokens_per_s"] for row in rows)
     rows.append({"arm": "swarm 1,2,1", "tokens_per_s": round(speed, 1), "of_single": round(speed / best, 3)})
-    result = {
-        "command": " ".join(["scripts/benchmarks/swarm_speed.py", *sys.argv[1:]]),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
-        ).stdout.strip(),
-        "machine": f"{platform.machine()}, {psutil.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB",
-        "date": datetime.date.today().isoformat(),
-        "rows": rows,
-        "memory": memory,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    draft = options.out.with_suffix(".new")
-    draft.write_text(json.dumps(result, indent=1) + "\n")
-    draft.replace(options.out)
+    save(options.out, rows, memory=memory)
     for row in [*rows, *memory]:
         print(row)
 

@@ -15,6 +15,7 @@ from meshd.errors import ConfigError, MismatchError
 from meshd.peer.resolve import check_spec
 from meshd.wire import CodecContext, Frame, RateLoop, codec_named, decode
 from meshd.wire.autograd import Boundary
+from meshd.wire.codec import Quantized, make_frame
 from meshd.wire.spec import PRESETS, parse
 
 CPU = torch.device("cpu")
@@ -253,3 +254,13 @@ def test_a_run_spec_with_a_codec_that_needs_a_prior_is_refused_until_priors_trav
     with pytest.raises(ConfigError, match="needs a boundary prior") as error:
         check_spec(spec("spectral"))
     assert error.value.field == "wire.boundary.0.backward"
+
+
+def test_values_that_are_not_finite_are_refused_not_clamped() -> None:
+    codec, about = codec_named("random:keep=0.5"), context(torch.zeros((1, 2), dtype=torch.int64))
+    for bad in (float("inf"), float("nan")):
+        payload = torch.full((2, HIDDEN // 2), bad, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
+        shape = (1, 2, HIDDEN)
+        frame = make_frame(codec.name, Quantized(shape, torch.float32, payload, b""), payload)
+        with pytest.raises(MismatchError, match="not finite"):
+            decode(frame, about, CPU)
