@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 from pathlib import Path
 
@@ -89,10 +90,14 @@ class Evaluation:
         batches = await asyncio.to_thread(
             lambda: list(self._data.held_out_batches(data.microbatch, held_out))
         )
-        self._tries[watermark] = self._tries.get(watermark, 0) + 1
         try:
             point = await self._injector.evaluate(batches, watermark)
+            if not math.isfinite(point.loss):
+                raise Dropped(pb.Drop.REASON_NONFINITE, f"a held-out loss of {point.loss}")
         except Dropped as dropped:
+            # While a stage has no replica yet there is nothing to train on either: the base model can wait for it.
+            if watermark or dropped.reason != pb.Drop.REASON_NO_ROUTE:
+                self._tries[watermark] = self._tries.get(watermark, 0) + 1
             event(log, "evaluation_failed", level=logging.WARNING, tokens=watermark, reason=str(dropped))
             return
         self._status.evaluations.append(point)
