@@ -124,7 +124,7 @@ def _make_bundles(spec: RunSpec, store: BundleStore) -> Resolved:
     config = load_config(model_dir)
     check_seq_len(config, spec.data.seq_len)
     tied = resolve_tied(config, spec.model.tied)
-    cut = _cut(spec, config, tied)
+    cut = cut_of(spec, config, tied)
     tokenizer = store.write("run/tokenizer", {path.name: path for path in tokenizer_files(model_dir)}, {})
     base = []
     for stage in range(len(cut) + 1):
@@ -132,13 +132,7 @@ def _make_bundles(spec: RunSpec, store: BundleStore) -> Resolved:
             write_base(model_dir, config, cut, tied, stage, directory / WEIGHTS)
         base.append(store.manifest(f"base/{stage}").sha256)
     with store.writing("run/data", {}) as directory:
-        facts = build_dataset(spec.data, AutoTokenizer.from_pretrained(model_dir), directory)
-    event(log, "corpus", summary=facts.summary())
-    if facts.vocabulary > config.vocab_size:
-        raise DataError(
-            f"the tokenizer of {spec.model.source} has {facts.vocabulary} tokens, its model {config.vocab_size}. "
-            "Use the tokenizer that the model was trained with"
-        )
+        tokenize(spec, model_dir, config, directory)
     return Resolved(
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
@@ -160,7 +154,19 @@ def _write_features(model_dir: Path, config: PreTrainedConfig, store: BundleStor
     return store.manifest("run/features").sha256
 
 
-def _cut(spec: RunSpec, config: PreTrainedConfig, tied: Tied) -> list[int]:
+def tokenize(spec: RunSpec, model_dir: Path, config: PreTrainedConfig, directory: Path) -> None:
+    """Build the spec's data set into `directory` with the model's tokenizer. Raises DataError where they do not fit."""
+    facts = build_dataset(spec.data, AutoTokenizer.from_pretrained(model_dir), directory)
+    event(log, "corpus", summary=facts.summary())
+    if facts.vocabulary > config.vocab_size:
+        raise DataError(
+            f"the tokenizer of {spec.model.source} has {facts.vocabulary} tokens, its model {config.vocab_size}. "
+            "Use the tokenizer that the model was trained with"
+        )
+
+
+def cut_of(spec: RunSpec, config: PreTrainedConfig, tied: Tied) -> list[int]:
+    """First layer of every stage but the first: the spec's cut, or one that is measured now. Raises ConfigError."""
     layers = config.num_hidden_layers
     if spec.model.cut is None:
         check_stages(layers, spec.model.stages)
