@@ -289,6 +289,40 @@ def swarm(
     raise typer.Exit(asyncio.run(run_swarm(options)))
 
 
+@app.command()
+def codec(
+    run_file: RunFile,
+    codecs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--codec",
+            metavar="FORWARD/BACKWARD",
+            help="Codecs to measure; repeatable. One pair for all boundaries, or one each with `;` between. Left out: "
+            "those of the run spec, and references.",
+        ),
+    ] = None,
+    batches: Annotated[int, typer.Option(min=1, help="Microbatches of held-out text that are measured.")] = 4,
+    fit: Annotated[int, typer.Option(min=1, help="Microbatches of training text that fit priors.")] = 16,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Plot, .png, .svg or .pdf (default codec.png).")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all numbers there.")
+    ] = None,
+    threads: Annotated[int, typer.Option(min=0, help="torch threads; 0: all cores.")] = 0,
+) -> None:
+    """Measure what codecs cost this model on this text: bytes, errors, loss and gradients, at every boundary."""
+    spec = load_run_spec(run_file)
+    prepare_environment(threads)
+    from meshd.observe.log import setup_logging
+
+    setup_logging("warning")
+    from meshd.diagnosis.diagnose import Effort
+    from meshd.diagnosis.main import CodecOptions, run_codec
+
+    run_codec(CodecOptions(spec, tuple(codecs or ()), Effort(batches, fit), json_file, plot, threads))
+
+
 def prepare_environment(threads: int) -> None:
     """Set what torch, grpc and tokenizers read when they load. threads: of OpenMP; 0 leaves the number to them."""
     # Threads that spin while they wait cost 3 to 4x when processes share cores.

@@ -1,0 +1,1 @@
+"""What codecs cost a model on its own text, measured in one process: `meshd codec`, and the codec benchmark."""
