@@ -102,7 +102,7 @@ class BoundarySpec(Table):
     forward: str = Field(
         "dense",
         description="codec of activations: `dense` (bf16), `dense32` (fp32), `int8`, `int4`, `random:keep=0.1`, "
-        "`topk:keep=0.1`",
+        "`topk:keep=0.1`, `spectral:bits=1.5`, `lloyd:bits=1.5` (docs/codecs.md)",
     )
     backward: str = Field("dense", description="codec of gradients, same names")
 
@@ -112,6 +112,19 @@ class WireSpec(BoundarySpec):
 
     boundary: dict[int, BoundarySpec] = Field(
         default_factory=dict, description="codecs of boundary N, between stage N and N + 1"
+    )
+    safe: Literal["int8", "int4", "dense", "dense32"] = Field(
+        "int8", description="codec of a boundary whose codecs need a prior, while it has none"
+    )
+    prior_tokens: int = Field(
+        16_384,
+        ge=1,
+        le=2**24,
+        description="tokens that are measured at a boundary before a prior is fitted; at least the hidden size",
+    )
+    exact_adjoint: bool = Field(
+        False,
+        description="multiply gradients by the transpose of the codec's linear part; else they pass straight through",
     )
 
 

@@ -12,7 +12,7 @@ from meshd.errors import MeshdError, MismatchError, ResourceError
 from meshd.gossip.exchange import SEGMENT_BYTES, Exchange, ExchangeRefused, ExchangeReport, check_open
 from meshd.gossip.values import BF16_DELTA, VALUE_BYTES, FlatParameters
 from meshd.observe.log import event
-from meshd.pipeline.service import Replica, Stage
+from meshd.pipeline.stage import Replica, Stage
 from meshd.proto import meshd_pb2 as pb
 from meshd.transport.base import Duplex, LinkLost
 

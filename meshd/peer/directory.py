@@ -13,7 +13,7 @@ from meshd.discovery.registry import Registry
 from meshd.errors import NetworkError
 from meshd.observe.log import event
 from meshd.optim.schedule import TokenCounter
-from meshd.pipeline.service import Replica
+from meshd.pipeline.stage import Replica
 from meshd.proto import meshd_pb2 as pb
 
 log = logging.getLogger(__name__)

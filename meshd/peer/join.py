@@ -22,7 +22,9 @@ from meshd.model.weights import write_base
 from meshd.observe.log import event
 from meshd.peer.directory import Directory
 from meshd.peer.handlers import report_skew
+from meshd.priors.boundary import most_bytes
 from meshd.priors.features import FEATURES, TokenFeatures
+from meshd.priors.store import bundle_of
 from meshd.proto import meshd_pb2 as pb
 from meshd.state.bundle import BundleStore
 from meshd.state.fetch import fetch_bundle
@@ -133,6 +135,20 @@ class Supply:
             await asyncio.to_thread(self._base_from_source, stage, digest)
         else:
             await self._need(name, digest, lambda: self.directory.donors(stage))
+
+    async def prior(self, name: bytes, address: str, rank: int) -> None:
+        """Bring a codec prior here from the peer that named it. rank: of the token features. Raises NetworkError."""
+        await fetch_bundle(
+            bundle_of(name),
+            [address],
+            self.transport,
+            self.store,
+            self.run.run_id,
+            clock=self.clock,
+            rng=self.rng,
+            patience_s=10.0,
+            max_bytes=most_bytes(self.run.resolved.hidden, rank),
+        )
 
     async def live(self, stage: int, donors: list[str]) -> int:
         """A working replica's parameters and optimizer. Returns its weight version. Errors as `snapshot`."""

@@ -17,6 +17,7 @@ from meshd.observe.log import event
 from meshd.peer.cgroup import cgroup_room
 from meshd.peer.join import Supply
 from meshd.peer.snapshots import watermarks_at
+from meshd.pipeline.crossing import needs_priors
 from meshd.pipeline.exhaustion import with_memory
 from meshd.pipeline.runtime import StageRuntime
 from meshd.state.bundle import BundleStore
@@ -62,7 +63,7 @@ async def load_stage(supply: Supply, number: int, device: torch.device) -> Stage
     model's. Raises ResourceError, before anything is loaded, when it does not fit in memory."""
     run, resolved = supply.run, supply.run.resolved
     folder = await supply.tokenizer()
-    await supply.features()  # here before the first frame that is to be decoded with them
+    features = await supply.features() if needs_priors(run.spec.wire) else None
     config = load_config(folder)
     spec = run.spec.data
     estimate = await asyncio.to_thread(
@@ -76,7 +77,7 @@ async def load_stage(supply: Supply, number: int, device: torch.device) -> Stage
     model = StageModel(config, resolved.cut, resolved.tied, number)
     base = supply.store.path(f"base/{number}", "weights.safetensors")
     await asyncio.to_thread(with_memory, lambda: model.load(base, device))
-    runtime = StageRuntime(run, model, device)
+    runtime = StageRuntime(run, model, device, features)
     if newest is not None:
         state = newest
         await asyncio.to_thread(with_memory, lambda: _restore(runtime, state, supply.store))

@@ -69,13 +69,7 @@ def check_spec(spec: RunSpec) -> None:
     boundaries = {"wire": spec.wire, **{f"wire.boundary.{n}": b for n, b in spec.wire.boundary.items()}}
     for field, boundary in boundaries.items():
         for direction, name in (("forward", boundary.forward), ("backward", boundary.backward)):
-            if codec_named(name, f"{field}.{direction}").needs_prior:
-                raise ConfigError(
-                    f"{field}.{direction}",
-                    name,
-                    "needs a boundary prior, and peers do not exchange priors yet",
-                    "a codec without one: dense, int8, int4, random or topk",
-                )
+            codec_named(name, f"{field}.{direction}")
     if spec.optim.inner_batch < spec.data.microbatch:
         raise ConfigError(
             "optim.inner_batch",

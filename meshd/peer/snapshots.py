@@ -23,7 +23,7 @@ from meshd.model.stage import StageModel
 from meshd.observe.log import event
 from meshd.peer.directory import Directory
 from meshd.pipeline.exhaustion import with_memory
-from meshd.pipeline.service import Stage
+from meshd.pipeline.stage import Stage
 from meshd.pipeline.worker import BACKGROUND
 from meshd.proto import meshd_pb2 as pb
 from meshd.state.bundle import BundleStore

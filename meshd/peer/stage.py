@@ -9,9 +9,10 @@ import random
 from meshd.config.peer import PeerConfig
 from meshd.data.dataset import Dataset
 from meshd.data.stream import TokenStream, stream_seed
-from meshd.errors import DataError
+from meshd.errors import DataError, NetworkError
 from meshd.gossip.service import Gossip
 from meshd.gossip.values import FlatParameters
+from meshd.model.cut import hops
 from meshd.observe.log import event
 from meshd.optim.inner import StepReport
 from meshd.optim.schedule import outgrown
@@ -24,10 +25,13 @@ from meshd.peer.snapshots import Snapshots, base_of
 from meshd.pipeline.injector import Injector
 from meshd.pipeline.journal import Journal
 from meshd.pipeline.runtime import StageRuntime
-from meshd.pipeline.service import Pipeline, Stage, Surroundings
+from meshd.pipeline.service import Pipeline
+from meshd.pipeline.stage import Stage, Surroundings
 from meshd.pipeline.upstream import Intake
 from meshd.pipeline.worker import DeviceWorker
 from meshd.placement import choose_stage, settle
+from meshd.priors.boundary import BoundaryPrior
+from meshd.priors.store import PriorStore
 from meshd.proto import meshd_pb2 as pb
 from meshd.state.donor import Donor
 from meshd.state.live import LiveBundles
@@ -124,11 +128,14 @@ class StagePeer:
     async def _work(self, runtime: StageRuntime, worker: DeviceWorker) -> None:
         me, directory, store = self._directory.me, self._directory, self._supply.store
         number, handlers = me.stage, self._parts.handlers
+        priors = await self._load_priors(runtime)
         around = Surroundings(
             replicas=directory.replicas,
             live_replicas=directory.live_replicas,
             frozen=lambda watermark: snapshots.frozen(watermark),
             stepped=lambda report: self._stepped(report, gossip),
+            priors=priors,
+            fetch_prior=lambda stage, peer, name: self._fetch_prior(priors, stage, peer, name),
         )
         stage = Stage(
             me.peer_id,
@@ -180,6 +187,22 @@ class StagePeer:
         finally:
             handlers.serve_link = handlers.serve_gossip = None
         await snapshots.save_live()
+
+    async def _load_priors(self, runtime: StageRuntime) -> PriorStore:
+        resolved = self._run.resolved
+        rank = 0 if runtime.features is None else runtime.features.rank
+        boundaries = len(hops(resolved.layers, resolved.cut, resolved.tied)) - 1
+        priors = PriorStore(self._supply.store, resolved.hidden, rank, boundaries)
+        await priors.load()
+        return priors
+
+    async def _fetch_prior(self, priors: PriorStore, stage: int, peer: str, name: bytes) -> BoundaryPrior:
+        """Raises MeshdError when the peer does not have it, or what it gives is none of that name."""
+        for replica in self._directory.replicas(stage):
+            if replica.peer_id == peer:
+                await self._supply.prior(name, replica.address, priors.rank)
+                return await priors.take(name)
+        raise NetworkError(f"{peer[-8:]} is not known as a replica of stage {stage}")
 
     def _stepped(self, report: StepReport, gossip: Gossip) -> None:
         self._directory.me.weight_version = self.runtime.version

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from meshd.errors import MeshdError, MismatchError, ungrouped
-from meshd.pipeline.dropped import Busy, Dropped, Refused
+from meshd.pipeline.dropped import Busy, Corrupt, Dropped, NoPrior, Refused
 from meshd.proto import meshd_pb2 as pb
 from meshd.transport.base import Duplex, LinkLost, Transport
 from meshd.transport.chunks import Assembler, split
 from meshd.transport.sender import Priority, PrioritySender
 from meshd.wire import Frame, check_header
+from meshd.wire.named import PRIOR_BYTES
 
 Key = tuple[str, int, int]
 T = TypeVar("T")
@@ -85,7 +86,10 @@ class Downstream:
         on_credit: Callable[[], None],
         on_counts: Callable[[Iterable[pb.Count]], None],
     ) -> None:
+        """on_credit: also called when the far side says that it has a prior."""
         self._open, self._address, self._on_credit, self._on_counts = open, address, on_credit, on_counts
+        self._announced = b""
+        self.knows = b""  # the prior that the far side last said it has
         self._pending: dict[Key, _Pending] = {}
         self._ready: asyncio.Future[PrioritySender[pb.LinkMessage]] = (
             asyncio.get_running_loop().create_future()
@@ -116,6 +120,8 @@ class Downstream:
         async with asyncio.TaskGroup() as tasks:
             writing = tasks.create_task(sender.run())
             self._ready.set_result(sender)
+            if self._announced:
+                self._notice(sender)
             async for message in duplex:
                 await self._take(message)
             writing.cancel()
@@ -130,6 +136,18 @@ class Downstream:
                 if not future.done():
                     future.set_exception(lost)
                     future.exception()
+
+    def announce(self, prior: bytes) -> None:
+        """Have the replica fetch a prior before frames name it. `knows` becomes its name once it has."""
+        if prior == self._announced:
+            return
+        self._announced = prior
+        if self._ready.done() and self._lost is None:
+            self._notice(self._ready.result())
+
+    def _notice(self, sender: PrioritySender[pb.LinkMessage]) -> None:
+        notice = pb.PriorNotice(boundary=self._open.hop - 1, prior=self._announced)
+        sender.post(pb.LinkMessage(prior=notice))
 
     def progress(self, committed: list[pb.Count]) -> None:
         """Tell the replica how far the run is. Does nothing while the link is not open, or is behind."""
@@ -156,6 +174,8 @@ class Downstream:
             answer = await self._within(_ANSWER_S, pending.answer, "answer an offer")
             if answer.verdict == pb.Answer.VERDICT_BUSY:
                 raise Busy(answer.reason[:_TEXT])
+            if answer.verdict == pb.Answer.VERDICT_NO_PRIOR:
+                raise NoPrior(answer.reason[:_TEXT])
             if answer.verdict != pb.Answer.VERDICT_ACCEPTED:
                 raise Refused(answer.reason[:_TEXT])
             assert cargo.frame is not None
@@ -182,6 +202,10 @@ class Downstream:
         if kind == "credit":
             self._on_credit()
             return
+        if kind == "prior":
+            self.knows = message.prior.prior[:PRIOR_BYTES]
+            self._on_credit()
+            return
         if kind not in ("answer", "chunk", "gradient", "eval_result", "drop"):
             raise MismatchError(f"{self._address} sent {kind} down the way back of a link")
         body = getattr(message, kind)
@@ -192,7 +216,7 @@ class Downstream:
             self._deliver(pending, kind, body)
         except MismatchError as error:
             # One microbatch's bytes are bad: it is lost, the stream is not.
-            self._settle(pending, Dropped(pb.Drop.REASON_CORRUPT, str(error), partial=True))
+            self._settle(pending, Corrupt(str(error)))
 
     def _deliver(self, pending: _Pending, kind: str, body: object) -> None:
         """Raises MismatchError for what does not answer the offer: nothing a replica says is taken on trust."""

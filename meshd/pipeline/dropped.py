@@ -28,8 +28,19 @@ class Dropped(MeshdError):
         return self.reason in _RETRIABLE
 
 
+class Corrupt(Dropped):
+    """What came back of a microbatch cannot be used: its bytes are not what they should be."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(Reason.REASON_CORRUPT, text, partial=True)
+
+
 class Busy(MeshdError):
     """The replica has no room now."""
+
+
+class NoPrior(Busy):
+    """The replica lacks the codec prior that the frame names, and is getting it."""
 
 
 class Refused(MeshdError):

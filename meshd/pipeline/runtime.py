@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -17,10 +17,13 @@ from meshd.model.stage import StageModel, check_shapes
 from meshd.optim.inner import InnerOptimizer, StepReport
 from meshd.optim.schedule import StepGate, learning_rate
 from meshd.pipeline import heap
+from meshd.pipeline.crossing import Crossing, needs_priors
 from meshd.pipeline.exhaustion import out_of_memory
+from meshd.priors.boundary import BoundaryPrior
+from meshd.priors.features import TokenFeatures
+from meshd.priors.stats import BoundaryStats
 from meshd.proto import meshd_pb2 as pb
-from meshd.wire import CodecContext, Frame, codec_named, decode
-from meshd.wire.codec import Direction
+from meshd.wire import CodecContext, Draft, Frame, Readied, codec_named
 
 # Evaluation crosses boundaries without loss, so that it is the loss of the exported model.
 EVALUATION_CODEC = "dense32"
@@ -41,14 +44,17 @@ class NonFinite(MeshdError):
 class Work:
     """What a stage keeps of a microbatch between forward and backward: its encoded input, not its activations.
 
-    wire: the batch as it crosses, sent on as it came. frame: None at the hop that embeds. version: weight version of
-    the forward pass. graph: input and output with their autograd graph, and the mark of the weights it is of; only
-    when the run spec switches recomputation off.
+    wire: the batch as it crosses, sent on as it came. frame: None at the hop that embeds. prior: the one that the frame
+    names; its gradient goes back with the same. onward: the one that the output was encoded with. version: weight
+    version of the forward pass. graph: input and output with their autograd graph, and the mark of the weights it is
+    of; only when the run spec switches recomputation off.
     """
 
     batch: Microbatch
     wire: pb.Batch
     frame: Frame | None
+    prior: BoundaryPrior | None = None
+    onward: BoundaryPrior | None = None
     version: int = 0
     graph: tuple[torch.Tensor, torch.Tensor, Mark] | None = field(default=None, repr=False)
 
@@ -68,17 +74,33 @@ class Pace:
 
 @dataclass(frozen=True)
 class Returned:
-    """Result of a backward pass. gradient: for the previous hop, None at the hop that embeds."""
+    """Result of a backward pass. gradient: for the previous hop, None at the hop that embeds. measured: enough of what
+    crosses the boundary behind this hop for a prior of it, if it has become enough with this pass."""
 
-    gradient: Frame | None
+    gradient: Draft | None
     step: StepReport | None
+    measured: BoundaryStats | None = None
 
 
 class StageRuntime:
-    """One stage's model and optimizer, and what is done with them."""
+    """One stage's model and optimizer, and what is done with them.
 
-    def __init__(self, run: ResolvedRun, model: StageModel, device: torch.device) -> None:
+    What comes in has been through the CPU half of decoding (`incoming` and `returning` say with which context), what
+    goes out is still to go through that of encoding.
+    """
+
+    def __init__(
+        self, run: ResolvedRun, model: StageModel, device: torch.device, features: TokenFeatures | None = None
+    ) -> None:
+        """features: of the run's vocabulary; only runs without boundary priors can do without."""
         self.run, self.model, self.device = run, model, device
+        wire, hidden = run.spec.wire, run.resolved.hidden
+        assert features is not None or not needs_priors(wire)
+        self.features = None if features is None else features.on(device)
+        ends = [hop.index for hop in model.hops if not hop.head] + [
+            hop.index - 1 for hop in model.hops if not hop.embed
+        ]
+        self.crossings = {n: Crossing(n, wire, self.features, hidden) for n in ends}
         self.optimizer = InnerOptimizer(model.trainable(), run.spec.optim)
         self.version = 0
         self.finished = False
@@ -87,8 +109,20 @@ class StageRuntime:
         self.counting_hop = min(hop.index for hop in model.hops)
         model.train()
 
-    def forward(self, hop: int, work: Work) -> Frame:
-        """Output of a hop that is not the head, encoded for the next one.
+    def incoming(self, hop: int, work: Work) -> CodecContext:
+        """What is known of the hidden state that the hop is given."""
+        ids, seed = work.batch.inputs, work.seed
+        return CodecContext(hop - 1, "forward", ids, seed, work.prior, self.features)
+
+    def returning(self, hop: int, work: Work) -> CodecContext:
+        """What is known of the gradient that comes back to the hop."""
+        return replace(self._outgoing(hop, work), direction="backward")
+
+    def _outgoing(self, hop: int, work: Work) -> CodecContext:
+        return CodecContext(hop, "forward", work.batch.inputs, work.seed, work.onward, self.features)
+
+    def forward(self, hop: int, work: Work, hidden: Readied | None, safe: bool = False) -> Draft:
+        """Output of a hop that is not the head, for the next one. safe: without a prior.
 
         Raises NonFinite when the output is not (the next hop could only call it corrupt, and have it sent again).
         """
@@ -96,29 +130,36 @@ class StageRuntime:
         keep = not self.run.spec.pipeline.recompute
         # Without a graph nothing that is made on the way lasts.
         with torch.set_grad_enabled(keep), nullcontext() if keep else heap.reusing():
-            x, out = self._compute(hop, work, keep)
+            x, out = self._compute(hop, work, hidden, keep)
         if not bool(torch.isfinite(out).all()):
             raise NonFinite(f"the output of hop {hop} is not finite")
         if keep:
             work.graph = (x, out, self._mark())
-        return self._encode(out, work, hop, "forward")
+        crossing, out = self.crossings[hop], out.detach()
+        work.onward = None if safe else crossing.prior
+        context = self._outgoing(hop, work)
+        draft = crossing.draft(out, context)
+        crossing.check(draft, out, context)
+        return draft
 
-    def head(self, hop: int, work: Work, pace: Pace) -> tuple[float, Returned]:
+    def head(self, hop: int, work: Work, hidden: Readied | None, pace: Pace) -> tuple[float, Returned]:
         """Loss and the way back of the hop with the head, in one. Loss: mean over label tokens, nats.
 
         Raises NonFinite before anything is added.
         """
         work.version = self.version
-        x, logits = self._compute(hop, work, True)
+        x, logits = self._compute(hop, work, hidden, True)
         total = token_loss(logits, work.batch.labels.to(self.device), work.batch.label_mask.to(self.device))
         loss = total.item() / work.batch.label_tokens
         if not torch.isfinite(total):
             raise NonFinite(f"the loss is {loss}")
         with self._adding():
             self._propagate(total, None)
-            return loss, self._added(hop, work, x, pace)
+            return loss, self._added(hop, work, hidden, x, pace)
 
-    def backward(self, hop: int, work: Work, gradient: Frame, pace: Pace) -> Returned:
+    def backward(
+        self, hop: int, work: Work, hidden: Readied | None, gradient: Readied, pace: Pace
+    ) -> Returned:
         """Recompute the hop, back-propagate, add; step when this replica's share is full.
 
         Raises StaleMicrobatch or NonFinite (nothing is added), MismatchError when the gradient does not decode.
@@ -126,19 +167,22 @@ class StageRuntime:
         lag = self.version - work.version
         if lag > self.run.spec.optim.max_lag:
             raise StaleMicrobatch(f"{lag} steps old, max_lag is {self.run.spec.optim.max_lag}")
-        context = self._context(work, hop, "backward")
-        incoming = decode(gradient, context, self.device)
+        incoming = gradient.tensor(self.device)
         graph, work.graph = work.graph, None
         if graph is not None and graph[2] == self._mark():
             x, out, _ = graph
         else:
             # A kept graph refers to the weights in place: once they have changed it is no function's gradient.
-            x, out = self._compute(hop, work, True)
+            x, out = self._compute(hop, work, hidden, True)
+        crossing, measured = self.crossings[hop], None
+        if work.onward is None:
+            measured = crossing.learn(out, incoming, work.batch.inputs)
+        incoming = crossing.adjoint(incoming.to(out.dtype), self._outgoing(hop, work))
         # Frames carry the gradient of the mean loss; the accumulator holds sums over label tokens.
-        summed = incoming.to(out.dtype) * work.batch.label_tokens
+        summed = incoming * work.batch.label_tokens
         with self._adding():
             self._propagate(out, summed)
-            return self._added(hop, work, x, pace)
+            return replace(self._added(hop, work, hidden, x, pace), measured=measured)
 
     def _propagate(self, out: torch.Tensor, gradient: torch.Tensor | None) -> None:
         # The first pass makes the parameters' gradients, which stay; the others make only what is soon freed.
@@ -161,23 +205,25 @@ class StageRuntime:
                 error.add_note(f"{self.optimizer.discard()} accumulated tokens thrown away with it")
             raise
 
-    def _added(self, hop: int, work: Work, x: torch.Tensor, pace: Pace) -> Returned:
-        frame = None
-        if x.is_floating_point():
+    def _added(self, hop: int, work: Work, hidden: Readied | None, x: torch.Tensor, pace: Pace) -> Returned:
+        draft = None
+        if hidden is not None:
             assert x.grad is not None
             outgoing = x.grad / work.batch.label_tokens
             if not bool(torch.isfinite(outgoing).all()):
                 # The parameters' gradients are poisoned with it, and cannot be told from those added before.
                 lost = self.optimizer.discard()
                 raise NonFinite(f"the gradient is not finite; {lost} accumulated tokens thrown away with it")
-            frame = self._encode(outgoing, work, hop - 1, "backward")
+            outliers = hidden.codec.outliers(hidden.quantized)
+            context = replace(self.incoming(hop, work), direction="backward", outliers=outliers)
+            draft = self.crossings[hop - 1].draft(outgoing, context)
         step = None
         if hop == self.counting_hop and not self.finished:
             tokens = work.batch.label_tokens
             self.optimizer.added(tokens)
             if self._gate.add(tokens, pace.live_replicas):
                 step = self._step(pace.global_tokens)
-        return Returned(frame, step)
+        return Returned(draft, step)
 
     def _step(self, global_tokens: int) -> StepReport:
         spec = self.run.spec
@@ -209,41 +255,34 @@ class StageRuntime:
         self.finished = True
 
     @torch.no_grad()
-    def forward_frozen(self, hop: int, work: Work, model: StageModel) -> Frame:
-        """Output of one hop of an evaluation with a frozen `model`, encoded for the next hop."""
-        out = model(hop, self._input(hop, work), self._starts(work))
-        return codec_named(EVALUATION_CODEC).encode(out, self._context(work, hop, "forward"))
+    def forward_frozen(self, hop: int, work: Work, hidden: Readied | None, model: StageModel) -> Draft:
+        """Output of one hop of an evaluation with a frozen `model`, for the next hop."""
+        out = model(hop, self._input(work, hidden), self._starts(work))
+        codec = codec_named(EVALUATION_CODEC)
+        return Draft(codec, codec.quantize(out, self._outgoing(hop, work)))
 
     @torch.no_grad()
-    def score(self, hop: int, work: Work, model: StageModel) -> tuple[float, int]:
+    def score(self, hop: int, work: Work, hidden: Readied | None, model: StageModel) -> tuple[float, int]:
         """The hop with the head of an evaluation: (summed loss in nats, label tokens)."""
-        out = model(hop, self._input(hop, work), self._starts(work))
+        out = model(hop, self._input(work, hidden), self._starts(work))
         labels, mask = work.batch.labels.to(self.device), work.batch.label_mask.to(self.device)
         return token_loss(out, labels, mask).item(), work.batch.label_tokens
 
-    def _compute(self, hop: int, work: Work, gradient: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self._input(hop, work)
-        if gradient and x.is_floating_point():
+    def _compute(
+        self, hop: int, work: Work, hidden: Readied | None, gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self._input(work, hidden)
+        if gradient and hidden is not None:
             x.requires_grad_(True)
         # Forward and its recomputation must draw the same dropout (DESIGN section 2.7).
         torch.manual_seed((work.seed + hop * 0x9E3779B97F4A7C15) % 2**63)
         return x, self.model(hop, x, self._starts(work))
 
-    def _input(self, hop: int, work: Work) -> torch.Tensor:
-        if work.frame is None:
+    def _input(self, work: Work, hidden: Readied | None) -> torch.Tensor:
+        if hidden is None:
             return work.batch.inputs.to(self.device)
-        hidden = decode(work.frame, self._context(work, hop - 1, "forward"), self.device)
-        return hidden.to(self.model.dtype)  # the header's dtype is the sender's
+        return hidden.tensor(self.device).to(self.model.dtype)  # the header's dtype is the sender's
 
     def _starts(self, work: Work) -> torch.Tensor | None:
         starts = work.batch.document_starts
         return None if starts is None else starts.to(self.device)
-
-    def _context(self, work: Work, boundary: int, direction: Direction) -> CodecContext:
-        return CodecContext(boundary, direction, work.batch.inputs, work.seed)
-
-    def _encode(self, tensor: torch.Tensor, work: Work, boundary: int, direction: Direction) -> Frame:
-        wire = self.run.spec.wire
-        codecs = wire.boundary.get(boundary, wire)
-        name = codecs.forward if direction == "forward" else codecs.backward
-        return codec_named(name).encode(tensor, self._context(work, boundary, direction))

@@ -9,18 +9,21 @@ from dataclasses import dataclass, field
 
 from meshd import PROTOCOL_VERSION
 from meshd.data.microbatch import Microbatch
-from meshd.errors import MismatchError, ungrouped
+from meshd.errors import MeshdError, MismatchError, ungrouped
 from meshd.observe.log import event
+from meshd.pipeline.crossing import needs_priors
 from meshd.pipeline.downstream import Key, Passed, key_of
 from meshd.pipeline.dropped import Dropped
 from meshd.pipeline.ledger import SeenAttempts
 from meshd.pipeline.runtime import Work
 from meshd.pipeline.service import Pipeline
+from meshd.priors.boundary import BoundaryPrior
 from meshd.proto import meshd_pb2 as pb
 from meshd.transport.base import Duplex, LinkLost
 from meshd.transport.chunks import Assembler, split
 from meshd.transport.sender import Priority, PrioritySender
 from meshd.wire import Frame, check_header
+from meshd.wire.named import PRIOR_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +33,10 @@ MAX_HELD = 1024
 # asks on without reading loses its place, before its answers fill this peer's memory.
 _MAX_UNREAD = 4096
 _MAX_ORIGIN = 128
+# Priors kept for a link: its present one, and that of frames that were written before the change.
+_KEPT_PRIORS = 2
+# A prior that could not be fetched is not asked for again so soon.
+_FETCH_AGAIN_S = 10.0
 
 
 @dataclass
@@ -38,6 +45,7 @@ class _Held:
 
     offer: pb.Offer
     batch: Microbatch
+    prior: BoundaryPrior | None
     assembler: Assembler
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
@@ -53,6 +61,7 @@ class Intake:
         self.pipeline = pipeline
         self._run = pipeline.stage.runtime.run
         self._budget = self._run.spec.pipeline.store_mb * 2**20
+        self.takes_priors = needs_priors(self._run.spec.wire)
         self._held_bytes = 0
         self._held = 0
         self._seen = SeenAttempts()
@@ -71,7 +80,7 @@ class Intake:
         if first is None or first.WhichOneof("body") != "open":
             raise MismatchError("a link must begin with LinkOpen")
         self._check_open(first.open)
-        link = _Link(self, duplex, first.open.name[:64] or first.open.peer_id[-8:])
+        link = _Link(self, duplex, first.open)
         self._links.add(link)
         try:
             with ungrouped():
@@ -91,7 +100,7 @@ class Intake:
             )
         if open.run_id != self._run.run_id:
             raise MismatchError(f"run {open.run_id[:64]!r} where this peer serves {self._run.run_id}")
-        if not self.pipeline.knows(open.hop):
+        if not self.pipeline.knows(open.hop) or self.pipeline.stage.hops[open.hop].embed:
             raise MismatchError(f"hop {open.hop} is not served here")
 
     # ---- what is held ---------------------------------------------------------------------------------------------
@@ -105,6 +114,9 @@ class Intake:
             return pb.Answer.VERDICT_DROP, str(error), None
         if self.draining:
             return pb.Answer.VERDICT_BUSY, "leaving", None
+        if offer.hidden.prior and self.pipeline.stage.around.priors.get(offer.hidden.prior) is None:
+            self.pipeline.stage.metrics.count("offers_no_prior")
+            return pb.Answer.VERDICT_NO_PRIOR, f"prior {offer.hidden.prior.hex()[:16]} is not here", None
         size = offer.hidden.payload_bytes
         if self._held >= MAX_HELD or (self._held and self._held_bytes + size > self._budget):
             self.pipeline.stage.metrics.count("offers_busy")
@@ -137,18 +149,34 @@ class Intake:
         rows, columns = spec.data.microbatch, spec.data.seq_len
         batch = Microbatch.from_proto(offer.batch, vocabulary=resolved.vocabulary, rows=rows, columns=columns)
         check_header(offer.hidden, (rows, columns, resolved.hidden))
+        self.check_prior(offer.hidden.prior, offer.hop)
         return batch
+
+    def check_prior(self, name: bytes, hop: int) -> None:
+        """Raises MismatchError for a prior that frames of a hop cannot name. One that is not here may be wrong yet."""
+        if not name:
+            return
+        if not self.takes_priors or len(name) != PRIOR_BYTES:
+            raise MismatchError(f"prior {name.hex()[:16]}: the codecs of this run take none of that name")
+        prior = self.pipeline.stage.around.priors.get(name)
+        if prior is not None and prior.boundary != hop - 1:
+            raise MismatchError(f"a prior of boundary {prior.boundary} where one of {hop - 1} was expected")
 
 
 class _Link:
     """One upstream neighbour and what it has sent here."""
 
-    def __init__(self, intake: Intake, duplex: Duplex[pb.LinkMessage], name: str) -> None:
-        self.name = name
+    def __init__(self, intake: Intake, duplex: Duplex[pb.LinkMessage], open: pb.LinkOpen) -> None:
+        self.name = open.name[:64] or open.peer_id[-8:]
+        self._peer_id, self._hop = open.peer_id, open.hop
         self._intake, self._pipeline, self._duplex = intake, intake.pipeline, duplex
         self._sender = PrioritySender(duplex)
         self._held: dict[Key, _Held] = {}
         self._sent_away = False
+        self._priors: list[bytes] = []  # held, oldest first
+        self._wanted = b""
+        self._fetch: asyncio.Task[None] | None = None
+        self._fetch_after = 0.0
 
     async def run(self, messages: AsyncIterator[pb.LinkMessage]) -> None:
         """Until the stream ends; then whatever the neighbour still waited for is forgotten."""
@@ -160,7 +188,11 @@ class _Link:
                 for held in self._held.values():
                     held.cancel()
                 writing.cancel()
+                if self._fetch is not None:
+                    self._fetch.cancel()
         finally:
+            for name in self._priors:
+                self._pipeline.stage.around.priors.release(name)
             for key in list(self._held):
                 self._forget(key)
 
@@ -180,7 +212,7 @@ class _Link:
         """Raises MismatchError, which ends the link, for what no peer of this protocol sends."""
         match message.WhichOneof("body"):
             case "offer":
-                self._offered(message.offer)
+                self._offered(message.offer, tasks)
             case "chunk":
                 self._chunk(message.chunk, tasks)
             case "cancel":
@@ -190,10 +222,13 @@ class _Link:
                     self._forget(key_of(message.cancel.id))
             case "progress":
                 self._pipeline.learn(message.progress.committed)
+            case "prior":
+                self._intake.check_prior(message.prior.prior, self._hop)
+                self._want(message.prior.prior, tasks)
             case other:
                 raise MismatchError(f"{other} does not belong on the way down of a link")
 
-    def _offered(self, offer: pb.Offer) -> None:
+    def _offered(self, offer: pb.Offer, tasks: asyncio.TaskGroup) -> None:
         key = key_of(offer.id)
         if len(offer.id.origin) > _MAX_ORIGIN:
             raise MismatchError(f"an origin of {len(offer.id.origin)} characters")
@@ -204,10 +239,53 @@ class _Link:
         if batch is not None:
             size = offer.hidden.payload_bytes
             assembler = Assembler(size, max_bytes=size, what=f"hidden state from {self.name}")
-            self._held[key] = _Held(offer, batch, assembler)
-        self._sent_away |= verdict == pb.Answer.VERDICT_BUSY
+            prior = self._pipeline.stage.around.priors.get(offer.hidden.prior)
+            self._held[key] = _Held(offer, batch, prior, assembler)
+        self._sent_away |= verdict in (pb.Answer.VERDICT_BUSY, pb.Answer.VERDICT_NO_PRIOR)
+        if verdict == pb.Answer.VERDICT_NO_PRIOR:
+            self._want(offer.hidden.prior, tasks)
         answer = pb.Answer(id=offer.id, hop=offer.hop, verdict=verdict, reason=reason)
         self._post(pb.LinkMessage(answer=answer))
+
+    # ---- the neighbour's priors -------------------------------------------------------------------------------
+
+    def _want(self, name: bytes, tasks: asyncio.TaskGroup) -> None:
+        """Have a prior of the neighbour's here: one fetch at a time, of what it named last."""
+        priors, now = self._pipeline.stage.around.priors, self._pipeline.stage.clock.monotonic()
+        if priors.get(name) is not None:
+            self._keep(name)
+        elif self._fetch is None and now >= self._fetch_after:
+            self._fetch = tasks.create_task(self._bring(name))
+        else:
+            self._wanted = name
+
+    async def _bring(self, name: bytes) -> None:
+        stage = self._pipeline.stage
+        while name:
+            self._wanted = b""
+            try:
+                await stage.around.fetch_prior(stage.hops[self._hop - 1].stage, self._peer_id, name)
+                self._intake.check_prior(name, self._hop)
+                stage.metrics.count("priors_fetched")
+                self._keep(name)
+            except MeshdError as error:
+                event(log, "prior_not_fetched", level=logging.WARNING, peer=self.name, reason=str(error))
+                self._fetch_after = stage.clock.monotonic() + _FETCH_AGAIN_S
+                break
+            name = self._wanted if self._wanted != name else b""
+        self._fetch = None
+
+    def _keep(self, name: bytes) -> None:
+        """Hold on to a prior that is here, and say so."""
+        priors = self._pipeline.stage.around.priors
+        if name not in self._priors:
+            self._priors.append(priors.hold(name).name)
+            if len(self._priors) > _KEPT_PRIORS:
+                priors.release(self._priors.pop(0))
+        self._post(pb.LinkMessage(prior=pb.PriorNotice(boundary=self._hop - 1, prior=name)))
+        self.credit()
+
+    # ---- payloads -----------------------------------------------------------------------------------------------
 
     def _chunk(self, chunk: pb.Chunk, tasks: asyncio.TaskGroup) -> None:
         key = key_of(chunk.id)
@@ -223,13 +301,14 @@ class _Link:
         except MismatchError as error:
             # Its place is given to others now, so nothing of it may go on: not work that began before this chunk.
             held.cancel()
+            self._pipeline.stage.metrics.count("dropped_corrupt")
             self._drop(held.offer, Dropped(pb.Drop.REASON_CORRUPT, str(error), partial=held.task is not None))
             self._forget(key)
 
     async def _process(self, key: Key, held: _Held, frame: Frame) -> None:
         """All that happens to one microbatch here and behind, and its answer."""
         offer = held.offer
-        work = Work(held.batch, offer.batch, frame)
+        work = Work(held.batch, offer.batch, frame, held.prior)
         try:
             if offer.evaluate:
                 result = await self._pipeline.evaluate(offer.hop, offer.id, work, offer.evaluate - 1)

@@ -34,7 +34,7 @@ class PriorStore:
 
     def __init__(self, store: BundleStore, hidden: int, rank: int, boundaries: int, keep: int = 3) -> None:
         """hidden, rank: of the run's model and token features; boundaries: priors of other ones are refused."""
-        self._store, self._hidden, self._rank = store, hidden, rank
+        self._store, self._hidden, self.rank = store, hidden, rank
         self._boundaries, self._keep = boundaries, keep
         self._priors: dict[bytes, BoundaryPrior] = {}
         self._held = Counter[bytes]()
@@ -144,14 +144,14 @@ class PriorStore:
 
     def _read(self, bundle: str) -> BoundaryPrior:
         entry = self._store.manifest(bundle).file(PRIOR)
-        size, most = 0 if entry is None else entry.size, most_bytes(self._hidden, self._rank)
+        size, most = 0 if entry is None else entry.size, most_bytes(self._hidden, self.rank)
         if not 0 < size <= most:
             raise MismatchError(f"bundle {bundle} has a prior of {size} bytes where {most} are the most")
         data = self._store.path(bundle, PRIOR).read_bytes()
         return self._checked(data, bytes.fromhex(bundle.removeprefix(_PREFIX)))
 
     def _checked(self, data: bytes, name: bytes | None = None) -> BoundaryPrior:
-        prior = BoundaryPrior.from_bytes(data, self._hidden, self._rank, name)
+        prior = BoundaryPrior.from_bytes(data, self._hidden, self.rank, name)
         if prior.boundary >= self._boundaries:
             raise MismatchError(f"a prior of boundary {prior.boundary}; this run has {self._boundaries}")
         return prior

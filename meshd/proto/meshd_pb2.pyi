@@ -217,7 +217,7 @@ class LossPoint(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., loss: _Optional[float] = ..., time: _Optional[float] = ..., label_tokens: _Optional[int] = ...) -> None: ...
 
 class LinkMessage(_message.Message):
-    __slots__ = ("open", "offer", "answer", "chunk", "gradient", "eval_result", "drop", "cancel", "credit", "progress")
+    __slots__ = ("open", "offer", "answer", "chunk", "gradient", "eval_result", "drop", "cancel", "credit", "progress", "prior")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
@@ -228,6 +228,7 @@ class LinkMessage(_message.Message):
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    PRIOR_FIELD_NUMBER: _ClassVar[int]
     open: LinkOpen
     offer: Offer
     answer: Answer
@@ -238,7 +239,8 @@ class LinkMessage(_message.Message):
     cancel: Cancel
     credit: Credit
     progress: Progress
-    def __init__(self, open: _Optional[_Union[LinkOpen, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., gradient: _Optional[_Union[Gradient, _Mapping]] = ..., eval_result: _Optional[_Union[EvalResult, _Mapping]] = ..., drop: _Optional[_Union[Drop, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
+    prior: PriorNotice
+    def __init__(self, open: _Optional[_Union[LinkOpen, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., gradient: _Optional[_Union[Gradient, _Mapping]] = ..., eval_result: _Optional[_Union[EvalResult, _Mapping]] = ..., drop: _Optional[_Union[Drop, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., prior: _Optional[_Union[PriorNotice, _Mapping]] = ...) -> None: ...
 
 class LinkOpen(_message.Message):
     __slots__ = ("run_id", "protocol", "peer_id", "name", "hop", "incarnation")
@@ -326,10 +328,12 @@ class Answer(_message.Message):
         VERDICT_ACCEPTED: _ClassVar[Answer.Verdict]
         VERDICT_BUSY: _ClassVar[Answer.Verdict]
         VERDICT_DROP: _ClassVar[Answer.Verdict]
+        VERDICT_NO_PRIOR: _ClassVar[Answer.Verdict]
     VERDICT_UNSPECIFIED: Answer.Verdict
     VERDICT_ACCEPTED: Answer.Verdict
     VERDICT_BUSY: Answer.Verdict
     VERDICT_DROP: Answer.Verdict
+    VERDICT_NO_PRIOR: Answer.Verdict
     ID_FIELD_NUMBER: _ClassVar[int]
     HOP_FIELD_NUMBER: _ClassVar[int]
     VERDICT_FIELD_NUMBER: _ClassVar[int]
@@ -423,6 +427,14 @@ class Progress(_message.Message):
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     committed: _containers.RepeatedCompositeFieldContainer[Count]
     def __init__(self, committed: _Optional[_Iterable[_Union[Count, _Mapping]]] = ...) -> None: ...
+
+class PriorNotice(_message.Message):
+    __slots__ = ("boundary", "prior")
+    BOUNDARY_FIELD_NUMBER: _ClassVar[int]
+    PRIOR_FIELD_NUMBER: _ClassVar[int]
+    boundary: int
+    prior: bytes
+    def __init__(self, boundary: _Optional[int] = ..., prior: _Optional[bytes] = ...) -> None: ...
 
 class Credit(_message.Message):
     __slots__ = ("hop", "places")

@@ -1,12 +1,13 @@
 """Codecs: what crosses a boundary, and how it is written (DESIGN section 3)."""
 
-from meshd.wire.codec import Codec, CodecContext, Frame, Quantized
+from meshd.wire.codec import Codec, CodecContext, Draft, Frame, Quantized
 from meshd.wire.named import Readied, check_header, codec_named, decode, read
 from meshd.wire.rate import RateLoop
 
 __all__ = [
     "Codec",
     "CodecContext",
+    "Draft",
     "Frame",
     "Quantized",
     "RateLoop",

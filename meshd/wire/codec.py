@@ -77,6 +77,18 @@ class Quantized:
     prior: bytes
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A tensor after the device half of encoding. quantized: of `codec`."""
+
+    codec: Codec
+    quantized: Quantized
+
+    def frame(self) -> Frame:
+        """The CPU half."""
+        return self.codec.write(self.quantized)
+
+
 class Codec(ABC):
     """Stateless; the same object serves every boundary and both directions."""
 

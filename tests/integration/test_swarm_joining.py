@@ -30,7 +30,8 @@ def said(caplog: pytest.LogCaptureFixture, name: str) -> list[dict[str, object]]
 
 def test_the_link_is_all_that_a_joiner_needs(tiny_model: Path, adapt_text: Path, tmp_path: Path) -> None:
     """Run spec, tokenizer, corpus and weights come from peers, byte for byte; a joiner passes them on."""
-    spec = quick(tiny_model, adapt_text)
+    wire = {"forward": "spectral", "backward": "spectral"}  # token features are fetched for such codecs only
+    spec = tiny_spec(tiny_model, adapt_text, wire=wire, snapshot={"evaluate": False}, stop={"steps": 2})
 
     async def main() -> None:
         async with swarm(spec, tmp_path) as s:

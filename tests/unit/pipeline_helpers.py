@@ -10,8 +10,12 @@ from model_helpers import load_stages, tiny_config, whole_model
 from meshd.config.load import validate
 from meshd.config.runspec import Resolved, ResolvedRun, RunSpec
 from meshd.data.microbatch import Microbatch
+from meshd.errors import NetworkError
 from meshd.model.cut import Tied
 from meshd.pipeline.runtime import Pace, Returned, StageRuntime, Work
+from meshd.priors.boundary import BoundaryPrior
+from meshd.priors.store import PriorStore
+from meshd.wire import Draft, Frame, Readied, read
 
 ROWS, TOKENS, VOCABULARY = 2, 12, 97
 CPU = torch.device("cpu")
@@ -68,21 +72,41 @@ def works(batch: Microbatch, hops: int, seed: int = 5) -> list[Work]:
     return [Work(batch, batch.to_proto(VOCABULARY, seed), None) for _ in range(hops)]
 
 
+def forward(runtime: StageRuntime, hop: int, work: Work, safe: bool = False) -> Frame:
+    return runtime.forward(hop, work, hidden(runtime, hop, work), safe).frame()
+
+
+def head(runtime: StageRuntime, hop: int, work: Work, pace: Pace = PACE) -> tuple[float, Returned]:
+    return runtime.head(hop, work, hidden(runtime, hop, work), pace)
+
+
+def backward(
+    runtime: StageRuntime, hop: int, work: Work, gradient: Draft | Frame | None, pace: Pace = PACE
+) -> Returned:
+    assert gradient is not None
+    frame = gradient.frame() if isinstance(gradient, Draft) else gradient
+    readied = read(frame, runtime.returning(hop, work))
+    return runtime.backward(hop, work, hidden(runtime, hop, work), readied, pace)
+
+
+def hidden(runtime: StageRuntime, hop: int, work: Work) -> Readied | None:
+    return None if work.frame is None else read(work.frame, runtime.incoming(hop, work))
+
+
 def there(by_hop: list[StageRuntime], work: list[Work]) -> None:
     """Forward to the head's door."""
     for hop, runtime in enumerate(by_hop[:-1]):
-        work[hop + 1].frame = runtime.forward(hop, work[hop])
+        work[hop + 1].frame = forward(runtime, hop, work[hop])
+        work[hop + 1].prior = work[hop].onward
 
 
 def back(by_hop: list[StageRuntime], work: list[Work], pace: Pace = PACE) -> tuple[float, list[Returned]]:
     """The head and the way back. Returns the loss and each hop's result, last hop first."""
     last = len(by_hop) - 1
-    loss, returned = by_hop[last].head(last, work[last], pace)
+    loss, returned = head(by_hop[last], last, work[last], pace)
     results = [returned]
     for hop in range(last - 1, -1, -1):
-        gradient = results[-1].gradient
-        assert gradient is not None
-        results.append(by_hop[hop].backward(hop, work[hop], gradient, pace))
+        results.append(backward(by_hop[hop], hop, work[hop], results[-1].gradient, pace))
     return loss, results
 
 
@@ -103,3 +127,12 @@ def gradients(runtimes: list[StageRuntime]) -> dict[str, torch.Tensor]:
         for name, parameter in runtime.model.trainable().items()
         if parameter.grad is not None
     }
+
+
+def no_priors() -> PriorStore:
+    """A store that holds none, and is never written to."""
+    return PriorStore(None, 32, 0, 1)  # type: ignore[arg-type]
+
+
+async def no_prior(stage: int, peer: str, name: bytes) -> BoundaryPrior:
+    raise NetworkError("nobody has priors here")

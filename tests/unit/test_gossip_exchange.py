@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from google.protobuf.message import Message
-from pipeline_helpers import make_run
+from pipeline_helpers import make_run, no_prior, no_priors
 
 from meshd.gossip import exchange as exchange_module
 from meshd.gossip import service as service_module
@@ -20,7 +20,7 @@ from meshd.gossip.values import FlatParameters
 from meshd.observe.metrics import Metrics
 from meshd.optim.inner import StepReport
 from meshd.optim.schedule import TokenCounter
-from meshd.pipeline.service import Replica, Stage, Surroundings
+from meshd.pipeline.stage import Replica, Stage, Surroundings
 from meshd.pipeline.worker import DeviceWorker
 from meshd.proto import meshd_pb2 as pb
 from meshd.sim.clock import VirtualClock, run_virtual
@@ -110,6 +110,8 @@ class Peer:
             live_replicas=lambda: len(others),
             frozen=_no_snapshot,
             stepped=_ignore,
+            priors=no_priors(),
+            fetch_prior=no_prior,
         )
         self.stage = Stage(
             name,

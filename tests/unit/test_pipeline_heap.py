@@ -64,7 +64,7 @@ def test_large_blocks_leave_no_holes_and_brief_ones_are_reused() -> None:
     kept, faults, left = measured(set_up=True)
     assert 40 <= kept < 50
     pages = 2 * MB // resource.getpagesize()  # of one block
-    assert faults < 3 * pages  # fifty came from the same few
+    assert faults < 50 / 4 * pages  # fifty came from a few; the system may take back some of those
     assert left < 10
 
 

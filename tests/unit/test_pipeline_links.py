@@ -10,7 +10,18 @@ from contextlib import asynccontextmanager
 from functools import cache
 
 import pytest
-from pipeline_helpers import PACE, ROWS, TOKENS, make_batch, make_run, make_runtimes, works
+from pipeline_helpers import (
+    ROWS,
+    TOKENS,
+    forward,
+    head,
+    make_batch,
+    make_run,
+    make_runtimes,
+    no_prior,
+    no_priors,
+    works,
+)
 
 from meshd import PROTOCOL_VERSION
 from meshd.errors import MeshdError, MismatchError, ResourceError
@@ -19,7 +30,8 @@ from meshd.optim.schedule import TokenCounter
 from meshd.pipeline import upstream as upstream_module
 from meshd.pipeline.downstream import Cargo, Downstream, Evaluated, Passed
 from meshd.pipeline.dropped import Dropped, Refused
-from meshd.pipeline.service import Pipeline, Stage, Surroundings
+from meshd.pipeline.service import Pipeline
+from meshd.pipeline.stage import Stage, Surroundings
 from meshd.pipeline.upstream import Intake
 from meshd.pipeline.worker import DeviceWorker
 from meshd.proto import meshd_pb2 as pb
@@ -43,10 +55,10 @@ def there_and_back() -> tuple[pb.Batch, Frame, Frame]:
     """One microbatch: the batch, its hidden state at hop 1, and the gradient with respect to that."""
     first, last = make_runtimes(RUN)
     work = works(make_batch(1), 2)
-    work[1].frame = hidden = first.forward(0, work[0])
-    gradient = last.head(1, work[1], PACE)[1].gradient
+    work[1].frame = hidden = forward(first, 0, work[0])
+    gradient = head(last, 1, work[1])[1].gradient
     assert gradient is not None
-    return work[0].wire, hidden, gradient
+    return work[0].wire, hidden, gradient.frame()
 
 
 def microbatch() -> tuple[pb.Offer, Frame]:
@@ -85,6 +97,8 @@ class Taker:
             live_replicas=lambda: 1,
             frozen=no_snapshot,
             stepped=lambda report: None,
+            priors=no_priors(),
+            fetch_prior=no_prior,
         )
         clock = VirtualClock()
         self.worker = DeviceWorker()

@@ -5,17 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 from pipeline_helpers import (
-    PACE,
     ROWS,
     TOKENS,
     back,
+    backward,
+    forward,
     gradients,
+    head,
     make_batch,
     make_run,
     make_runtimes,
     there,
     train,
     works,
+)
+from pipeline_helpers import (
+    hidden as hidden_of,
 )
 
 from meshd.errors import MismatchError
@@ -127,15 +132,14 @@ def test_a_microbatch_older_than_max_lag_is_stale_and_adds_nothing() -> None:
     runtimes = make_runtimes(make_run([2], optim={"max_lag": 2}))
     work = works(make_batch(1), 2)
     there(runtimes, work)
-    gradient = runtimes[1].head(1, work[1], PACE)[1].gradient
-    assert gradient is not None
+    gradient = head(runtimes[1], 1, work[1])[1].gradient
     runtimes[0].version += 3
     with pytest.raises(StaleMicrobatch, match="3 steps old, max_lag is 2"):
-        runtimes[0].backward(0, work[0], gradient, PACE)
+        backward(runtimes[0], 0, work[0], gradient)
     assert gradients(runtimes[:1]) == {}
     assert runtimes[0].optimizer.tokens == 0
     runtimes[0].version -= 1
-    runtimes[0].backward(0, work[0], gradient, PACE)
+    backward(runtimes[0], 0, work[0], gradient)
     assert runtimes[0].optimizer.tokens == ROWS * TOKENS
 
 
@@ -150,7 +154,7 @@ def test_a_loss_that_is_not_finite_adds_nothing() -> None:
     there(runtimes, work)
     poison(runtimes[1])
     with pytest.raises(NonFinite, match="the loss is nan"):
-        runtimes[1].head(1, work[1], PACE)
+        head(runtimes[1], 1, work[1])
     assert gradients(runtimes[1:]) == {}
     assert runtimes[1].optimizer.tokens == 0
 
@@ -160,7 +164,7 @@ def test_an_output_that_is_not_finite_is_not_sent() -> None:
     runtimes = make_runtimes(make_run([2]))
     poison(runtimes[0])
     with pytest.raises(NonFinite, match="output of hop 0"):
-        runtimes[0].forward(0, works(make_batch(1), 2)[0])
+        forward(runtimes[0], 0, works(make_batch(1), 2)[0])
 
 
 def test_a_gradient_that_turns_bad_on_the_way_back_takes_the_accumulator_with_it() -> None:
@@ -168,11 +172,10 @@ def test_a_gradient_that_turns_bad_on_the_way_back_takes_the_accumulator_with_it
     train(runtimes, make_batch(2))
     work = works(make_batch(1), 3)
     there(runtimes, work)
-    gradient = runtimes[2].head(2, work[2], PACE)[1].gradient
-    assert gradient is not None
+    gradient = head(runtimes[2], 2, work[2])[1].gradient
     poison(runtimes[1])
     with pytest.raises(NonFinite, match=f"{ROWS * TOKENS} accumulated tokens thrown away"):
-        runtimes[1].backward(1, work[1], gradient, PACE)
+        backward(runtimes[1], 1, work[1], gradient)
     assert runtimes[1].optimizer.tokens == 0
     assert not any(value.any() for value in gradients([runtimes[1]]).values())
 
@@ -187,7 +190,7 @@ def test_a_gradient_from_the_wire_that_is_not_finite_is_refused(value: float) ->
     bad[1, 2, 3] = value
     frame = codec_named("dense32").encode(bad, CodecContext(0, "backward", work[0].batch.inputs, 0))
     with pytest.raises(MismatchError, match="not finite"):
-        runtimes[0].backward(0, work[0], frame, PACE)
+        backward(runtimes[0], 0, work[0], frame)
     assert gradients(runtimes[:1]) == {}
 
 
@@ -200,11 +203,12 @@ def test_a_header_with_another_float_format_is_computed_in_the_models_own(dtype:
     frame = work[1].frame
     assert frame is not None
     frame.header.dtype = dtype
-    loss, (head, origin) = back(runtimes, work)
+    loss, (last, origin) = back(runtimes, work)
     assert loss > 0
-    assert head.gradient is not None
-    head.gradient.header.dtype = dtype
-    runtimes[0].backward(0, works(make_batch(1), 2)[0], head.gradient, PACE)
+    assert last.gradient is not None
+    gradient = last.gradient.frame()
+    gradient.header.dtype = dtype
+    backward(runtimes[0], 0, works(make_batch(1), 2)[0], gradient)
     assert origin.gradient is None
 
 
@@ -262,14 +266,13 @@ def test_evaluation_uses_the_frozen_model_and_leaves_the_trained_one_alone() -> 
     for model in frozen:
         model.eval()
     batch = make_batch(1, labels=0.5)
-    hidden = frozen[0](0, batch.inputs)
-    expected = token_loss(frozen[1](1, hidden), batch.labels, batch.label_mask).item()
+    expected = token_loss(frozen[1](1, frozen[0](0, batch.inputs)), batch.labels, batch.label_mask).item()
     for runtime in runtimes:
         poison(runtime)
     work = works(batch, 2)
-    work[1].frame = runtimes[0].forward_frozen(0, work[0], frozen[0])
+    work[1].frame = runtimes[0].forward_frozen(0, work[0], None, frozen[0]).frame()
     assert work[1].frame.header.codec == "dense32"
-    loss, tokens = runtimes[1].score(1, work[1], frozen[1])
+    loss, tokens = runtimes[1].score(1, work[1], hidden_of(runtimes[1], 1, work[1]), frozen[1])
     assert (loss, tokens) == (pytest.approx(expected, rel=1e-6), batch.label_tokens)
 
 
@@ -279,7 +282,8 @@ def test_each_boundary_and_direction_has_its_codec() -> None:
     work = works(make_batch(1), 3)
     there(runtimes, work)
     _, results = back(runtimes, work)
-    frames = [work[1].frame, work[2].frame, results[0].gradient, results[1].gradient]
+    drafts = [each.gradient.frame() for each in results if each.gradient]
+    frames = [work[1].frame, work[2].frame, *drafts]
     assert [frame.header.codec for frame in frames if frame] == ["int8", "dense", "int8", "dense"]
 
 
@@ -325,7 +329,8 @@ def test_memory_that_runs_out_on_the_way_back_takes_the_accumulator_with_it(
             middle = sorted(runtime.model.trainable())[len(before) // 2]
             handle = runtime.model.trainable()[middle].register_hook(lambda grad: exhausted())
         elif where == "after it":
-            patch.setattr(runtime, "_step" if hop == 0 else "_encode", exhausted)
+            made = runtime if hop == 0 else runtime.crossings[0]
+            patch.setattr(made, "_step" if hop == 0 else "draft", exhausted)
         else:
             patch.setattr(runtime.optimizer._adamw, "step", exhausted)
         with pytest.raises(RuntimeError, match="allocate memory") as caught:
@@ -347,12 +352,11 @@ def test_a_forward_pass_that_does_not_fit_leaves_what_was_added(monkeypatch: pyt
     before = gradients(runtimes)
     work = works(make_batch(1), 2)
     there(runtimes, work)
-    gradient = runtimes[1].head(1, work[1], PACE)[1].gradient
-    assert gradient is not None
+    gradient = head(runtimes[1], 1, work[1])[1].gradient
     with monkeypatch.context() as patch:
         patch.setattr(runtimes[0].model, "forward", exhausted)
         with pytest.raises(RuntimeError, match="allocate memory"):
-            runtimes[0].backward(0, work[0], gradient, PACE)
+            backward(runtimes[0], 0, work[0], gradient)
     after = gradients(runtimes[:1])
     assert after
     assert all(torch.equal(before[name], value) for name, value in after.items())
