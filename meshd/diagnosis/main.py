@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from meshd.config.runspec import RunSpec
-from meshd.diagnosis.diagnose import Diagnosis, Effort, diagnose
+from meshd.diagnosis.diagnose import Case, Diagnosis, Effort, diagnose
 from meshd.diagnosis.report import NO_PLOT, can_plot, check_outputs, plot, view, write_json
 
 DEFAULT_PLOT = Path("codec.png")
@@ -61,4 +61,5 @@ def _with_progress(options: CodecOptions) -> Diagnosis:
                 bars[what] = progress.add_task(what, total=total or None)
             progress.update(bars[what], completed=done)
 
-        return diagnose(options.spec, lambda case: case.plans(options.codecs), options.effort, show)
+        case = Case.of(options.spec)
+        return diagnose(case, case.plans(options.codecs), options.effort, show)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from meshd.diagnosis.diagnose import Diagnosis
 from meshd.diagnosis.measure import BoundaryResult, Crossed, PlanResult
@@ -19,18 +21,16 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 NO_PLOT = "no plot: matplotlib is not installed (pip install 'meshd[plot]')"
 
 
-def ratio(diagnosis: Diagnosis, bytes_per_token: float) -> float:
-    """How many times fewer bytes than bf16 values alone, both directions."""
-    return 4 * diagnosis.hidden / bytes_per_token
-
-
 def view(diagnosis: Diagnosis) -> Group:
     """Two tables: by plan, and by plan and boundary."""
-    head = (
-        f"{diagnosis.spec.model.source}, first layers of the stages {[0, *diagnosis.cut]}, tied: {diagnosis.tied}. "
-        f"{diagnosis.measured.tokens:,} held-out tokens; priors of {diagnosis.fit_tokens:,} training tokens. "
-        f"Loss without codecs {diagnosis.measured.loss:.4f}."
-    )
+    case, measured = diagnosis.case, diagnosis.measured
+    lines = [
+        f"{case.spec.model.source}: first layers of the stages {[0, *case.cut]}, tied embeddings: {case.tied}",
+        f"{measured.tokens:,} held-out tokens, loss without codecs {measured.loss:.4f}",
+    ]
+    if diagnosis.fit_tokens:
+        lines.append(f"priors fitted on {diagnosis.fit_tokens:,} training tokens")
+    head = Text("\n".join(lines))  # a path may look like markup
     return Group(head, _plans_table(diagnosis), _boundaries_table(diagnosis))
 
 
@@ -45,7 +45,7 @@ def _plans_table(diagnosis: Diagnosis) -> Table:
         table.add_row(
             result.plan.name,
             f"{result.bytes_per_token:.1f}",
-            f"{ratio(diagnosis, result.bytes_per_token):.2f}x",
+            f"{diagnosis.ratio(result.bytes_per_token):.2f}x",
             f"{result.loss:.4f}",
             f"{result.loss - diagnosis.measured.loss:+.4f}",
             f"{result.cosine_mean:.3f}",
@@ -65,7 +65,7 @@ def _boundaries_table(diagnosis: Diagnosis) -> Table:
             cells = []
             for crossed in (boundary.forward, boundary.backward):
                 cells += [crossed.codec, f"{crossed.bytes_per_token:.1f}", f"{crossed.error:.4f}"]
-            saved = f"{ratio(diagnosis, boundary.bytes_per_token):.2f}x"
+            saved = f"{diagnosis.ratio(boundary.bytes_per_token):.2f}x"
             table.add_row(result.plan.name if number == 0 else "", str(number), *cells, saved)
     return table
 
@@ -81,12 +81,12 @@ def _table(*columns: str) -> Table:
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
     """Everything that was measured. Bytes per token, losses in nats per label token; what failed has null in place of
     numbers and says why."""
-    spec, measured = diagnosis.spec, diagnosis.measured
+    spec, measured = diagnosis.case.spec, diagnosis.measured
     return {
         "model": spec.model.source,
         "sources": spec.data.sources,
-        "cut": list(diagnosis.cut),
-        "tied": diagnosis.tied,
+        "cut": list(diagnosis.case.cut),
+        "tied": diagnosis.case.tied,
         "microbatch": [spec.data.microbatch, spec.data.seq_len],
         "tokens": measured.tokens,
         "fit_tokens": diagnosis.fit_tokens,
@@ -104,7 +104,7 @@ def _plan_json(diagnosis: Diagnosis, result: PlanResult) -> dict[str, Any]:
     return {
         "codec": result.plan.name,
         "bytes_per_token": result.bytes_per_token,
-        "ratio_bf16": ratio(diagnosis, result.bytes_per_token),
+        "ratio_bf16": diagnosis.ratio(result.bytes_per_token),
         "loss": result.loss,
         "cosine_mean": result.cosine_mean,
         "cosine_min": result.cosine_min,
@@ -126,7 +126,7 @@ def _boundary_json(diagnosis: Diagnosis, boundary: BoundaryResult) -> dict[str, 
         "forward": direction(boundary.forward),
         "backward": direction(boundary.backward),
         "bytes_per_token": boundary.bytes_per_token,
-        "ratio_bf16": ratio(diagnosis, boundary.bytes_per_token),
+        "ratio_bf16": diagnosis.ratio(boundary.bytes_per_token),
     }
 
 
@@ -134,10 +134,9 @@ def check_outputs(json_file: Path | None, plot_file: Path | None) -> None:
     """Refuse, before minutes of work, what could not be written at their end. Raises ConfigError, ResourceError, or
     MeshdError where a plot is wanted and matplotlib is missing."""
     for path in (json_file, plot_file):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ResourceError(
-                f"cannot write {path}: there is no directory {path.parent}. Fix: make it, or name another file"
-            )
+        problem = None if path is None else _obstacle(path.absolute())
+        if problem is not None:
+            raise ResourceError(f"cannot write {path}: {problem}. Fix: name another file")
     if plot_file is not None:
         if plot_file.suffix not in PLOT_SUFFIXES:
             raise ConfigError(
@@ -148,6 +147,15 @@ def check_outputs(json_file: Path | None, plot_file: Path | None) -> None:
             )
         if not can_plot():
             raise MeshdError(NO_PLOT)
+
+
+def _obstacle(path: Path) -> str | None:
+    """Why a file could not be written there, as far as can be told without writing."""
+    if not path.parent.is_dir():
+        return f"there is no directory {path.parent}"
+    if path.is_dir():
+        return "it is a directory"
+    return None if os.access(path if path.exists() else path.parent, os.W_OK) else "no permission"
 
 
 def write_json(diagnosis: Diagnosis, path: Path) -> None:
@@ -195,7 +203,7 @@ def plot(diagnosis: Diagnosis, path: Path) -> None:
         axes.set_xlabel("bytes per token and boundary, both directions")
         axes.margins(x=0.2)
         axes.grid(alpha=0.3)
-    figure.suptitle(f"{diagnosis.spec.name}: {diagnosis.spec.model.source}")
+    figure.suptitle(f"{diagnosis.case.spec.name}: {diagnosis.case.spec.model.source}")
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:

@@ -18,10 +18,10 @@ from results import ROOT, save
 from rich.console import Console
 
 from meshd.config.runspec import DataSpec, ModelSpec, RunSpec, StopSpec
-from meshd.diagnosis.diagnose import Diagnosis, Effort, diagnose
+from meshd.diagnosis.diagnose import Case, Diagnosis, Effort, diagnose
 from meshd.diagnosis.measure import PlanResult
 from meshd.diagnosis.plans import Pair, Plan
-from meshd.diagnosis.report import ratio, view
+from meshd.diagnosis.report import view
 from meshd.priors.features import RANK
 
 MODEL = "packaged:smollm2-135m"
@@ -44,11 +44,11 @@ def row(diagnosis: Diagnosis, result: PlanResult) -> dict:
     if result.failed:
         raise SystemExit(f"{result.plan.name}: {result.failed}")
     return {
-        "model": diagnosis.spec.model.source,
+        "model": MODEL,
         "codec": result.plan.name,
         "bits": ["/".join(name.partition("bits=")[2] or "-" for name in pair) for pair in result.plan.pairs],
         "bytes_per_token": round(result.bytes_per_token, 1),
-        "ratio_bf16": round(ratio(diagnosis, result.bytes_per_token), 2),
+        "ratio_bf16": round(diagnosis.ratio(result.bytes_per_token), 2),
         "loss": round(result.loss, 4),
         "loss_dense": round(diagnosis.measured.loss, 4),
         "cosine_stages": [round(value, 3) for value in result.cosine_stages],
@@ -78,7 +78,7 @@ def main() -> None:
     )
     plans = [Plan(name, tuple(Pair(*pair) for pair in pairs)) for name, pairs in CODECS.items()]
     effort = Effort(options.batches, options.fit, options.rank)
-    diagnosis = diagnose(spec, lambda case: plans, effort, say)
+    diagnosis = diagnose(Case.of(spec), plans, effort, say)
     Console(width=140).print(view(diagnosis))
     rows = [row(diagnosis, result) for result in diagnosis.measured.plans]
     save(options.out, rows, prior_bytes=list(diagnosis.prior_bytes), fit_tokens=diagnosis.fit_tokens)
