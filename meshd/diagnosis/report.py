@@ -180,28 +180,31 @@ def plot(diagnosis: Diagnosis, path: Path) -> None:
     figure = Figure(figsize=(12, 5), layout="constrained")
     FigureCanvasAgg(figure)
     losses, cosines = figure.subplots(1, 2)
-    measured = diagnosis.measured
-    for result in measured.plans:
-        if result.failed:
-            continue
-        for axes, value in ((losses, result.loss), (cosines, result.cosine_mean)):
-            (line,) = axes.plot([result.bytes_per_token], [value], marker="o", linestyle="none")
+    shown = [result for result in diagnosis.measured.plans if not result.failed]
+    for number, result in enumerate(shown):
+        for axes, value in ((losses, result.loss - diagnosis.measured.loss), (cosines, result.cosine_mean)):
+            (point,) = axes.plot([result.bytes_per_token], [value], marker="o", linestyle="none")
+            # Codecs of equal bytes lie close together: names go to both sides.
+            left = number % 2 == 1
             axes.annotate(
                 result.plan.name,
                 (result.bytes_per_token, value),
-                xytext=(5, 3),
+                xytext=(-6 if left else 6, 0),
                 textcoords="offset points",
+                ha="right" if left else "left",
+                va="center",
                 fontsize=8,
-                color=line.get_color(),
+                color=point.get_color(),
             )
-    losses.axhline(measured.loss, color="gray", linewidth=1, linestyle="--", label="without codecs")
-    losses.legend()
-    losses.set_ylabel("held-out loss, nats per token")
+    # From losses that no one sees to those of a destroyed model; a codec may be on either side of zero.
+    losses.set_yscale("symlog", linthresh=1e-3)
+    losses.axhline(0, color="gray", linewidth=1, linestyle="--")
+    losses.set_ylabel(f"held-out loss over the {diagnosis.measured.loss:.3f} without codecs, nats per token")
     cosines.set_ylabel("cosine to the uncompressed gradient, mean over stages")
     for axes in (losses, cosines):
         axes.set_xscale("log")
         axes.set_xlabel("bytes per token and boundary, both directions")
-        axes.margins(x=0.2)
+        axes.margins(x=0.25)
         axes.grid(alpha=0.3)
     figure.suptitle(f"{diagnosis.case.spec.name}: {diagnosis.case.spec.model.source}")
     try:
