@@ -13,6 +13,7 @@ from meshd.observe.log import event
 from meshd.observe.metrics import Metrics
 from meshd.pipeline.crossing import Crossing
 from meshd.pipeline.downstream import Downstream
+from meshd.pipeline.exhaustion import with_memory
 from meshd.priors.boundary import BoundaryPrior
 from meshd.priors.fit import fit
 from meshd.priors.stats import BoundaryStats
@@ -47,10 +48,10 @@ class Author:
 
     async def publish(self, crossing: Crossing, stats: BoundaryStats, measured: int) -> None:
         """Make a prior of what was measured, and use it once the neighbours have it. Where none comes of it (a full
-        disk, too few tokens) the boundary is measured again. measured: the run's global tokens."""
+        disk, no memory, too few tokens) the boundary is measured again. measured: the run's global tokens."""
         try:
             data = await asyncio.to_thread(
-                lambda: fit(stats, crossing.boundary, measured=measured).to_bytes()
+                with_memory, lambda: fit(stats, crossing.boundary, measured=measured).to_bytes()
             )
             prior = self._store.hold((await self._store.put(data)).name)
         except MeshdError as error:

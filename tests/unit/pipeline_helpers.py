@@ -1,20 +1,38 @@
-"""A tiny model cut into runtimes, and microbatches through them, without a network."""
+"""A tiny model cut into runtimes, microbatches through them, and peers of it on a network in memory."""
 
 from __future__ import annotations
 
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
 from model_helpers import load_stages, tiny_config, whole_model
 
+from meshd import PROTOCOL_VERSION
 from meshd.config.load import validate
 from meshd.config.runspec import Resolved, ResolvedRun, RunSpec
 from meshd.data.microbatch import Microbatch
-from meshd.errors import NetworkError
+from meshd.errors import MeshdError, NetworkError
 from meshd.model.cut import Tied
+from meshd.observe.metrics import Metrics
+from meshd.optim.schedule import TokenCounter
+from meshd.pipeline.crossing import needs_priors
 from meshd.pipeline.runtime import Pace, Returned, StageRuntime, Work
+from meshd.pipeline.service import Pipeline
+from meshd.pipeline.stage import Replica, Stage, Surroundings
+from meshd.pipeline.upstream import Intake
+from meshd.pipeline.worker import DeviceWorker
 from meshd.priors.boundary import BoundaryPrior
+from meshd.priors.features import TokenFeatures
 from meshd.priors.store import PriorStore
+from meshd.proto import meshd_pb2 as pb
+from meshd.sim.clock import VirtualClock
+from meshd.transport.base import Duplex
+from meshd.transport.chunks import split
+from meshd.transport.memory import MemoryNetwork
 from meshd.wire import Draft, Frame, Readied, read
 
 ROWS, TOKENS, VOCABULARY = 2, 12, 97
@@ -53,7 +71,13 @@ def make_runtimes(run: ResolvedRun, family: str = "gpt2-untied", dropout: float 
     """One runtime per stage, always of the same weights."""
     model = whole_model(tiny_config(family, dropout))
     resolved = run.resolved
-    return [StageRuntime(run, stage, CPU) for stage in load_stages(model, resolved.cut, resolved.tied)]
+    features = features_of(model) if needs_priors(run.spec.wire) else None
+    stages = load_stages(model, resolved.cut, resolved.tied)
+    return [StageRuntime(run, stage, CPU, features) for stage in stages]
+
+
+def features_of(model: Any) -> TokenFeatures:
+    return TokenFeatures.from_embedding(model.get_input_embeddings().weight.detach())
 
 
 def make_batch(seed: int, labels: float = 1.0, documents: bool = False) -> Microbatch:
@@ -134,5 +158,115 @@ def no_priors() -> PriorStore:
     return PriorStore(None, 32, 0, 1)  # type: ignore[arg-type]
 
 
+Fetch = Callable[[int, str, bytes], Awaitable[BoundaryPrior]]
+
+
 async def no_prior(stage: int, peer: str, name: bytes) -> BoundaryPrior:
     raise NetworkError("nobody has priors here")
+
+
+# ---- peers on a network in memory ---------------------------------------------------------------------------------
+
+
+def make_stage(
+    name: str,
+    runtime: StageRuntime,
+    worker: DeviceWorker,
+    net: MemoryNetwork,
+    priors: PriorStore | None = None,
+    fetch: Fetch = no_prior,
+    replicas: Iterable[Replica] = (),
+) -> Stage:
+    """The parts of a peer at `NAME:1`. priors: what it has of them. replicas: whom it sends to."""
+
+    async def no_snapshot(watermark: int) -> None:
+        return None
+
+    around = Surroundings(
+        replicas=lambda stage: tuple(replicas),
+        live_replicas=lambda: 1,
+        frozen=no_snapshot,
+        stepped=lambda report: None,
+        priors=no_priors() if priors is None else priors,
+        fetch_prior=fetch,
+    )
+    clock, transport = VirtualClock(), net.transport(f"{name}:1")
+    return Stage(
+        name,
+        name,
+        0,
+        runtime,
+        worker,
+        transport,
+        TokenCounter(),
+        around,
+        clock,
+        Metrics(clock),
+        random.Random(0),
+    )
+
+
+class Taker:
+    """The last stage of a run, serving links at `taker:1`. refused: what links ended with."""
+
+    def __init__(
+        self, net: MemoryNetwork, run: ResolvedRun, priors: PriorStore | None = None, fetch: Fetch = no_prior
+    ) -> None:
+        self.worker = DeviceWorker()
+        self.runtime = make_runtimes(run)[-1]
+        stage = make_stage("taker", self.runtime, self.worker, net, priors, fetch)
+        self.metrics, self.counter = stage.metrics, stage.counter
+        self.intake = Intake(Pipeline(stage))
+        self.refused: list[str] = []
+        net.register("taker:1", self)  # type: ignore[arg-type]
+
+    async def link(self, duplex: Duplex[pb.LinkMessage]) -> None:
+        try:
+            await self.intake.serve(duplex)
+        except MeshdError as error:  # anything else would end the network, and the test
+            self.refused.append(str(error))
+            raise
+
+
+@asynccontextmanager
+async def taker(
+    run: ResolvedRun, priors: PriorStore | None = None, fetch: Fetch = no_prior
+) -> AsyncIterator[tuple[Taker, MemoryNetwork]]:
+    async with MemoryNetwork(VirtualClock()) as net:
+        made = Taker(net, run, priors, fetch)
+        async with made.worker:
+            yield made, net
+
+
+def opening(run_id: str) -> pb.LinkMessage:
+    """How a link to hop 1 begins."""
+    link = pb.LinkOpen(run_id=run_id, protocol=PROTOCOL_VERSION, peer_id="evil", name="evil", hop=1)
+    return pb.LinkMessage(open=link)
+
+
+@asynccontextmanager
+async def evil(net: MemoryNetwork, run: ResolvedRun) -> AsyncIterator[Duplex[pb.LinkMessage]]:
+    """A link to the taker from one that says whatever it likes."""
+    async with net.transport("evil:1").link("taker:1") as duplex:
+        await duplex.send(opening(run.run_id))
+        yield duplex
+
+
+async def replies(duplex: Duplex[pb.LinkMessage], count: int) -> list[pb.LinkMessage]:
+    """The next messages; a time-out when there are not so many in 30 s."""
+    messages = aiter(duplex)
+    async with asyncio.timeout(30):
+        return [await anext(messages) for _ in range(count)]
+
+
+def numbered(offer: pb.Offer, sequence: int) -> pb.LinkMessage:
+    """The same offer of another microbatch."""
+    copy = pb.Offer()
+    copy.CopyFrom(offer)
+    copy.id.sequence = sequence
+    return pb.LinkMessage(offer=copy)
+
+
+def chunks_of(id: pb.MicrobatchId, payload: bytes) -> list[pb.LinkMessage]:
+    """A payload at hop 1."""
+    return [pb.LinkMessage(chunk=chunk) for chunk in split(id, 1, payload)]

@@ -4,36 +4,31 @@ memory (C09, C27)."""
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable
 from functools import cache
 
 import pytest
 from pipeline_helpers import (
     ROWS,
     TOKENS,
+    evil,
     forward,
     head,
     make_batch,
     make_run,
     make_runtimes,
-    no_prior,
-    no_priors,
+    numbered,
+    opening,
+    replies,
+    taker,
     works,
 )
 
-from meshd import PROTOCOL_VERSION
 from meshd.errors import MeshdError, MismatchError, ResourceError
-from meshd.observe.metrics import Metrics
 from meshd.optim.schedule import TokenCounter
 from meshd.pipeline import upstream as upstream_module
 from meshd.pipeline.downstream import Cargo, Downstream, Evaluated, Passed
 from meshd.pipeline.dropped import Dropped, Refused
-from meshd.pipeline.service import Pipeline
-from meshd.pipeline.stage import Stage, Surroundings
-from meshd.pipeline.upstream import Intake
-from meshd.pipeline.worker import DeviceWorker
 from meshd.proto import meshd_pb2 as pb
 from meshd.sim.clock import VirtualClock, run_virtual
 from meshd.transport.base import Duplex, LinkLost, NotHere
@@ -43,11 +38,6 @@ from meshd.wire import Frame
 
 RUN = make_run([2], pipeline={"store_mb": 1})
 HIDDEN_BYTES = ROWS * TOKENS * 32 * 4
-
-
-def opening(run_id: str = RUN.run_id) -> pb.LinkMessage:
-    link = pb.LinkOpen(run_id=run_id, protocol=PROTOCOL_VERSION, peer_id="evil", name="evil", hop=1)
-    return pb.LinkMessage(open=link)
 
 
 @cache
@@ -68,13 +58,6 @@ def microbatch() -> tuple[pb.Offer, Frame]:
     return pb.Offer(id=id, hop=1, batch=batch, hidden=frame.header), frame
 
 
-def numbered(offer: pb.Offer, sequence: int) -> pb.LinkMessage:
-    copy = pb.Offer()
-    copy.CopyFrom(offer)
-    copy.id.sequence = sequence
-    return pb.LinkMessage(offer=copy)
-
-
 def virtual(main: Callable[[], Awaitable[None]]) -> None:
     async def run() -> None:
         await main()
@@ -85,71 +68,13 @@ def virtual(main: Callable[[], Awaitable[None]]) -> None:
 # ---- the taking end: Intake -----------------------------------------------------------------------------
 
 
-class Taker:
-    """The last stage of the run, serving links."""
-
-    def __init__(self, net: MemoryNetwork) -> None:
-        async def no_snapshot(watermark: int) -> None:
-            return None
-
-        around = Surroundings(
-            replicas=lambda stage: (),
-            live_replicas=lambda: 1,
-            frozen=no_snapshot,
-            stepped=lambda report: None,
-            priors=no_priors(),
-            fetch_prior=no_prior,
-        )
-        clock = VirtualClock()
-        self.worker = DeviceWorker()
-        self.runtime = make_runtimes(RUN)[1]
-        self.metrics = Metrics(clock)
-        transport = net.transport("taker:1")
-        stage = Stage(
-            "taker", "taker", 0, self.runtime, self.worker, transport, TokenCounter(), around, clock,
-            self.metrics, random.Random(0),
-        )  # fmt: skip
-        self.counter = stage.counter
-        self.intake = Intake(Pipeline(stage))
-        self.refused: list[str] = []
-        net.register("taker:1", self)  # type: ignore[arg-type]
-
-    async def link(self, duplex: Duplex[pb.LinkMessage]) -> None:
-        try:
-            await self.intake.serve(duplex)
-        except MeshdError as error:  # anything else would end the network, and the test
-            self.refused.append(str(error))
-            raise
-
-
-@asynccontextmanager
-async def taker() -> AsyncIterator[tuple[Taker, MemoryNetwork]]:
-    async with MemoryNetwork(VirtualClock()) as net:
-        made = Taker(net)
-        async with made.worker:
-            yield made, net
-
-
-@asynccontextmanager
-async def evil(net: MemoryNetwork) -> AsyncIterator[Duplex[pb.LinkMessage]]:
-    async with net.transport("evil:1").link("taker:1") as duplex:
-        await duplex.send(opening())
-        yield duplex
-
-
 async def say(net: MemoryNetwork, messages: Iterable[pb.LinkMessage], listen: bool = False) -> None:
     """Open a link, send it all, and read to the end when `listen`."""
-    async with evil(net) as duplex:
+    async with evil(net, RUN) as duplex:
         for message in messages:
             await duplex.send(message)
         while listen:
             await anext(aiter(duplex))
-
-
-async def replies(duplex: Duplex[pb.LinkMessage], count: int) -> list[pb.LinkMessage]:
-    messages = aiter(duplex)
-    async with asyncio.timeout(30):
-        return [await anext(messages) for _ in range(count)]
 
 
 def test_a_true_microbatch_goes_through() -> None:
@@ -158,7 +83,7 @@ def test_a_true_microbatch_goes_through() -> None:
     async def main() -> None:
         offer, frame = microbatch()
         offer.committed.append(pb.Count(origin="origin", tokens=64))
-        async with taker() as (t, net), evil(net) as duplex:
+        async with taker(RUN) as (t, net), evil(net, RUN) as duplex:
             await duplex.send(pb.LinkMessage(offer=offer))
             for chunk in split(offer.id, 1, frame.payload):
                 await duplex.send(pb.LinkMessage(chunk=chunk))
@@ -184,7 +109,7 @@ def test_one_that_asks_without_reading_the_answers_loses_its_place(monkeypatch: 
     async def main() -> None:
         offer, _ = microbatch()
         async with (
-            taker() as (t, _),
+            taker(RUN) as (t, _),
             MemoryNetwork(t.intake.pipeline.stage.clock, buffer_bytes=500) as narrow,
         ):
             narrow.register("taker:1", t)  # type: ignore[arg-type]
@@ -201,8 +126,8 @@ def test_one_that_asks_without_reading_the_answers_loses_its_place(monkeypatch: 
 def test_places_are_bounded_by_bytes_and_freed_when_the_link_ends() -> None:
     async def main() -> None:
         offer, _ = microbatch()
-        async with taker() as (t, net):
-            async with evil(net) as duplex:
+        async with taker(RUN) as (t, net):
+            async with evil(net, RUN) as duplex:
                 for sequence in range(500):
                     await duplex.send(numbered(offer, sequence))
                 verdicts = [m.answer.verdict for m in await replies(duplex, 500)]
@@ -225,7 +150,7 @@ def test_bytes_beyond_the_announced_ones_stop_the_work_that_began() -> None:
 
     async def main() -> None:
         offer, frame = microbatch()
-        async with taker() as (t, net), evil(net) as duplex:
+        async with taker(RUN) as (t, net), evil(net, RUN) as duplex:
             await duplex.send(pb.LinkMessage(offer=offer))
             chunks = list(split(offer.id, 1, frame.payload))
             more = pb.Chunk(id=offer.id, hop=1, offset=len(frame.payload), data=b"more")
@@ -266,7 +191,7 @@ def test_a_false_offer_is_refused_and_the_link_goes_on(
         bad = pb.Offer()
         bad.CopyFrom(good)
         spoil(bad)
-        async with taker() as (t, net), evil(net) as duplex:
+        async with taker(RUN) as (t, net), evil(net, RUN) as duplex:
             await duplex.send(pb.LinkMessage(offer=bad))
             await duplex.send(pb.LinkMessage(offer=good))
             first, second = await replies(duplex, 2)
@@ -284,20 +209,20 @@ def test_a_false_offer_is_refused_and_the_link_goes_on(
         (pb.LinkMessage(answer=pb.Answer()), "answer does not belong"),
         (pb.LinkMessage(gradient=pb.Gradient()), "gradient does not belong"),
         (pb.LinkMessage(), "None does not belong"),
-        (opening(), "open does not belong"),
+        (opening(RUN.run_id), "open does not belong"),
         # Its answer would be too large to send.
         (pb.LinkMessage(offer=pb.Offer(id=pb.MicrobatchId(origin="x" * 4_194_000))), "origin of 4194000"),
     ],
 )
 def test_what_no_peer_sends_ends_the_link_with_a_reason(message: pb.LinkMessage, reason: str) -> None:
     async def main() -> None:
-        async with taker() as (t, net):
+        async with taker(RUN) as (t, net):
             with pytest.raises(MismatchError, match=reason):
                 await say(net, [message], listen=True)
             assert len(t.refused) == 1
             # Others are served.
             offer, _ = microbatch()
-            async with evil(net) as duplex:
+            async with evil(net, RUN) as duplex:
                 await duplex.send(pb.LinkMessage(offer=offer))
                 assert (await replies(duplex, 1))[0].answer.verdict == pb.Answer.VERDICT_ACCEPTED
 
@@ -308,7 +233,7 @@ def test_chunks_and_cancels_of_what_was_never_offered_are_ignored() -> None:
     async def main() -> None:
         offer, _ = microbatch()
         unknown = pb.MicrobatchId(origin="nobody", sequence=9)
-        async with taker() as (t, net), evil(net) as duplex:
+        async with taker(RUN) as (t, net), evil(net, RUN) as duplex:
             for _ in range(100):
                 await duplex.send(pb.LinkMessage(chunk=pb.Chunk(id=unknown, offset=3, data=bytes(1000))))
                 await duplex.send(pb.LinkMessage(cancel=pb.Cancel(id=unknown)))
@@ -323,7 +248,7 @@ def test_an_evaluation_of_a_snapshot_that_is_not_here_is_dropped_and_nothing_is_
     async def main() -> None:
         offer, frame = microbatch()
         offer.evaluate = 2**64 - 1
-        async with taker() as (t, net), evil(net) as duplex:
+        async with taker(RUN) as (t, net), evil(net, RUN) as duplex:
             await duplex.send(pb.LinkMessage(offer=offer))
             for chunk in split(offer.id, 1, frame.payload):
                 await duplex.send(pb.LinkMessage(chunk=chunk))
@@ -341,7 +266,7 @@ def test_absurd_progress_is_bounded() -> None:
         lies = [pb.Count(origin="x" * 10_000, tokens=1), pb.Count(origin="y", tokens=2**64 - 1)]
         lies += [pb.Count(origin=f"p{i}", tokens=1) for i in range(1000)]
         offer, _ = microbatch()
-        async with taker() as (t, net), evil(net) as duplex:
+        async with taker(RUN) as (t, net), evil(net, RUN) as duplex:
             await duplex.send(pb.LinkMessage(progress=pb.Progress(committed=lies)))
             await duplex.send(pb.LinkMessage(offer=offer))
             await replies(duplex, 1)
@@ -371,7 +296,7 @@ async def carried(script: Script, evaluate: int = 0) -> object:
 
     async with MemoryNetwork(VirtualClock()) as net, asyncio.TaskGroup() as tasks:
         net.register("replica:1", Replica())  # type: ignore[arg-type]
-        down = Downstream(opening().open, "replica:1", lambda: None, counts.extend)
+        down = Downstream(opening(RUN.run_id).open, "replica:1", lambda: None, counts.extend)
         running = tasks.create_task(down.run(net.transport("me:1")))
         try:
             async with asyncio.timeout(3600):
@@ -486,7 +411,7 @@ def test_a_replica_that_never_answers_is_given_up_and_told_so() -> None:
         offer, frame = microbatch()
         async with MemoryNetwork(VirtualClock()) as net, asyncio.TaskGroup() as tasks:
             net.register("replica:1", Silent())  # type: ignore[arg-type]
-            down = Downstream(opening().open, "replica:1", lambda: None, lambda counts: None)
+            down = Downstream(opening(RUN.run_id).open, "replica:1", lambda: None, lambda counts: None)
             running = tasks.create_task(down.run(net.transport("me:1")))
             with pytest.raises(LinkLost, match="did not answer an offer in 15 s"):
                 await down.carry(offer, Cargo(frame))
@@ -508,7 +433,7 @@ def test_whatever_a_replica_refuses_a_link_with_is_one_lost_link(refusal: MeshdE
         offer, frame = microbatch()
         async with MemoryNetwork(VirtualClock()) as net:
             net.register("replica:1", Refusing())  # type: ignore[arg-type]
-            down = Downstream(opening().open, "replica:1", lambda: None, lambda counts: None)
+            down = Downstream(opening(RUN.run_id).open, "replica:1", lambda: None, lambda counts: None)
             await down.run(net.transport("me:1"))  # does not raise
             with pytest.raises(LinkLost):
                 await down.carry(offer, Cargo(frame))
@@ -524,7 +449,7 @@ def test_progress_waits_for_nobody_and_stops_at_a_link_that_is_behind() -> None:
 
         async with MemoryNetwork(VirtualClock(), buffer_bytes=1000) as net, asyncio.TaskGroup() as tasks:
             net.register("replica:1", Stuck())  # type: ignore[arg-type]
-            down = Downstream(opening().open, "replica:1", lambda: None, lambda counts: None)
+            down = Downstream(opening(RUN.run_id).open, "replica:1", lambda: None, lambda counts: None)
             down.progress([])  # not open yet
             running = tasks.create_task(down.run(net.transport("me:1")))
             await asyncio.sleep(1)
