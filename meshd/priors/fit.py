@@ -9,7 +9,7 @@ import torch
 from meshd.errors import DataError
 from meshd.priors.boundary import SCALE_LIMIT, Basis, BoundaryPrior, Packed
 from meshd.priors.stats import BoundaryStats
-from meshd.wire.entropy import Tables, class_of
+from meshd.wire.entropy import CLASSES, Tables, class_of
 
 MOST_BITS = (4.0, 2.0)
 """Forward, backward: the most bits per value of hidden that priors are cut for."""
@@ -34,8 +34,8 @@ def fit(
     """The prior of a boundary. Seconds of work on the statistics' device: call it off the event loop.
 
     measured: the run's global tokens. least_tokens: None: hidden, for with fewer the directions that were not seen
-    would be lost; any number gives finite priors. most_bits: coordinates that a codec of at most so many bits per value
-    would never code are left out. Raises DataError saying how many tokens are missing.
+    would be lost; any number gives finite priors. most_bits: coordinates that a codec of so many bits per value would
+    not code in a usual token are left out. Raises DataError saying how many tokens are missing.
     """
     least = max(1, stats.hidden if least_tokens is None else least_tokens)
     if stats.tokens < least:
@@ -174,7 +174,7 @@ def _step(index: npt.NDArray[np.int16], bits: float, tables: Tables) -> int:
     low, high = int(index.min()) - 64 * 16, int(index.max()) + 64 * 4
     while low < high:
         middle = (low + high) // 2
-        classes = class_of(index, middle)
+        classes = np.minimum(class_of(index, middle), CLASSES - 1)
         if tables.mean_bits[classes[classes >= 0]].sum(dtype=np.float64) > bits:
             low = middle + 1
         else:

@@ -10,9 +10,9 @@ the GIL while it works, so the stream's shards also keep every call under some t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 import constriction
 import numpy as np
@@ -27,11 +27,44 @@ SYMBOLS = 64
 CLASSES = 104
 UNIT_CLASS = 24
 """The class whose scale is one step; eight classes to an octave."""
+CLASS_WIDTH = 8
+"""Of the indices of scales and steps, in each class."""
 
 _SHARD_SYMBOLS = 65536
 _HALF = SYMBOLS // 2
 LOW_BITS: npt.NDArray[np.uint8] = np.maximum(0, (np.arange(CLASSES) - UNIT_CLASS) // 8 - 1).astype(np.uint8)
 """(CLASSES,): how many low bits of a level bypass the coder."""
+UNCODED = 255
+"""In place of a class: the value is not coded, and its level is 0."""
+_LOW: npt.NDArray[np.uint8] = np.pad(LOW_BITS, (0, 256 - CLASSES))
+
+# What a bit is worth in squared error, of a step squared: of two levels that are about as near, the cheaper one.
+_BIT_WORTH = 0.1
+
+
+def _laplacian(rounding: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
+    """(CLASSES, SYMBOLS): chance of each symbol of a Laplacian coordinate of unit variance; rounding: (CLASSES,)."""
+    rows = np.arange(CLASSES)[:, None]
+    # The least level of every symbol but the first, in steps.
+    least = np.arange(1 - _HALF, _HALF)[None, :] << LOW_BITS[:, None].astype(np.int64)
+    # Level L >= 1 begins at |x| = L - rounding; what lies below a level L <= 0 begins at |x| = 1 - L - rounding.
+    from_zero = np.where(least > 0, least, 1 - least) - rounding[:, None]
+    beyond = 0.5 * np.exp(-np.sqrt(2) * from_zero * 2.0 ** ((UNIT_CLASS - rows) / 8))
+    below = np.where(least > 0, 1 - beyond, beyond)
+    return np.diff(below, axis=1, prepend=0.0, append=1.0)
+
+
+def _rounding() -> npt.NDArray[np.float32]:
+    """Where a level costs d bits more than the one below it, the values that take it begin half of d times the worth
+    of a bit above the middle between both. d is that of levels 0 and 1 of a Laplacian; with low bits it is nearly 0."""
+    shares = _laplacian(np.full(CLASSES, 0.4))
+    more = np.log2(shares[:, _HALF] / shares[:, _HALF + 1]) / 2.0**LOW_BITS
+    rounding: npt.NDArray[np.float32] = (0.5 - _BIT_WORTH / 2 * more.clip(0)).clip(-0.5).astype(np.float32)
+    return rounding
+
+
+ROUNDING = _rounding()
+"""(CLASSES,): levels are sign(x) * floor(|x| / step + rounding) in each class; a choice of the sender."""
 
 # `Tables.fit`: half width of the pool, the samples a row should rest on, and the most it needs.
 _POOL_CLASSES = 4
@@ -45,19 +78,20 @@ Classes = npt.NDArray[np.uint8]
 
 
 def class_of(scale_index: npt.NDArray[np.integer], step_index: int) -> npt.NDArray[np.int32]:
-    """The class of every coordinate, of the shape of `scale_index`; negative: the coordinate is not coded.
+    """The class of every coordinate of a token with a lift of 0, of the shape of `scale_index`; unlimited both ways.
 
     Indices are round(64 * log2(value)), so the scale of class c is about 2**((c - UNIT_CLASS) / 8) steps.
     """
     distance = scale_index.astype(np.int32) - np.int32(step_index)
-    classes: npt.NDArray[np.int32] = np.minimum(((distance + 4) >> 3) + UNIT_CLASS, CLASSES - 1)
+    classes: npt.NDArray[np.int32] = ((distance + 4) >> 3) + UNIT_CLASS
     return classes
 
 
 def level_bounds(classes: Classes) -> tuple[Levels, Levels]:
-    """The least and the greatest level that a coordinate of each class can take, of the shape of `classes`."""
-    low = LOW_BITS[classes].astype(np.int32)
-    return -_HALF << low, (_HALF << low) - 1
+    """The least and the greatest level that a value of each class can take, of the shape of `classes`; 0 and 0 where
+    it is not coded."""
+    low, coded = _LOW[classes].astype(np.int32), classes != UNCODED
+    return np.where(coded, -_HALF << low, 0), np.where(coded, (_HALF << low) - 1, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,9 +122,9 @@ class Tables:
         object.__setattr__(self, "counts", counts)
 
     @classmethod
-    def default(cls, dead: float = 0.4) -> Tables:
-        """Tables for unit Laplacian coordinates, quantized as in `fit`."""
-        return cls(_whole(_laplacian(dead)))
+    def default(cls) -> Tables:
+        """Tables for unit Laplacian coordinates."""
+        return cls(_whole(_laplacian(ROUNDING)))
 
     @classmethod
     def fit(
@@ -98,24 +132,21 @@ class Tables:
         unit: npt.NDArray[np.floating],
         scale_index: npt.NDArray[np.integer],
         step_index: int,
-        dead: float = 0.4,
     ) -> Tables:
         """Tables for coordinates distributed like these samples, at `step_index` and at steps about it.
 
-        unit: (N, K) samples, each divided by its coordinate's scale; scale_index: (K,). dead: of the quantizer
-        `sign(x) * floor(|x| + dead)`. The row of class c counts the levels of `unit` at that class's ratio of scale
-        to step, over the coordinates whose class lies within 4 of c (their shapes are alike), or over the nearest
-        ones while those have few samples. Not deterministic across machines: the author ships the result.
+        unit: (N, K) samples, each divided by its coordinate's scale and its token's gain; scale_index: (K,). The row
+        of class c counts the levels of `unit` at that class's ratio of scale to step, over the coordinates whose class
+        lies within 4 of c (their shapes are alike), or over the nearest ones while those have few samples. Not
+        deterministic across machines: the author ships the result.
         """
-        shares = _laplacian(dead)
+        shares = _laplacian(ROUNDING)
         if unit.size:
             distance = scale_index.astype(np.int64) - step_index
-            own = (
-                (distance + 4) >> 3
-            ) + UNIT_CLASS  # neither end clamped: what is left uncoded is a neighbour too
+            own = ((distance + 4) >> 3) + UNIT_CLASS
             for row in range(CLASSES):
                 samples = _pool(unit, own, row)
-                seen = np.bincount(_symbols_of(samples, row, dead), minlength=SYMBOLS)
+                seen = np.bincount(_symbols_of(samples, row), minlength=SYMBOLS)
                 total = samples.size + _PRIOR_SAMPLES
                 shares[row] = (seen + _PRIOR_SAMPLES * shares[row]) / total
         return cls(_whole(shares))
@@ -152,12 +183,11 @@ class Tables:
         return [constriction.stream.model.Categorical(row, lazy=False, perfect=False) for row in rows]
 
 
-def most_bytes(tokens: int, classes: Classes) -> int:
-    """The most that `encode` returns for (tokens, len(classes)) levels, whatever they are: 3 bytes for each, besides
+def most_bytes(classes: Classes) -> int:
+    """The most that `encode` returns for levels of these classes (N, K), whatever they are: 3 bytes for each, besides
     low bits and the sizes of shards."""
-    layout = _Layout.of(tokens, classes)
-    coded = sum(4 + 4 * _most_words(stop - start, classes.size) for start, stop in layout.shards)
-    return coded + layout.low_bytes
+    layout = _Layout.of(classes)
+    return layout.low_bytes + sum(4 + 4 * _most_words(coded) for coded in layout.coded)
 
 
 def overhead(tokens: int, hidden: int) -> int:
@@ -168,121 +198,131 @@ def overhead(tokens: int, hidden: int) -> int:
 
 
 def encode(levels: npt.NDArray[np.integer], classes: Classes, tables: Tables) -> bytes:
-    """Code levels: (N, K) int16 or int32, one class (below CLASSES) for each of the K coordinates.
+    """The payload of docs/bitstream.md.
 
-    Levels beyond `level_bounds` come back from `decode` as the nearest bound.
+    levels: (N, K), moved into the bounds of their classes first; classes: (N, K) uint8, UNCODED where nothing is to
+    cross. tables: of the prior.
     """
-    layout = _Layout.of(len(levels), classes)
-    if levels.shape != (layout.tokens, classes.size):
-        raise ValueError(f"levels of shape {levels.shape} for {classes.size} classes")
-    least, greatest = (bound[layout.order, None] for bound in level_bounds(classes))
+    if levels.shape != classes.shape:
+        raise ValueError(f"levels of shape {levels.shape} for classes of shape {classes.shape}")
+    layout = _Layout.of(classes)
     words: list[bytes] = []
     tails: dict[int, list[torch.Tensor]] = {width: [] for width in layout.widths}
     for start, stop in layout.shards:
-        shard = levels[start:stop].T[layout.order].astype(np.int32, copy=False)
-        np.maximum(shard, least, out=shard)
-        np.minimum(shard, greatest, out=shard)
-        for width, (first, last) in layout.widths.items():
-            # `pack` takes the lowest bits; int16 holds every level.
-            tails[width].append(torch.from_numpy(shard[first:last].astype(np.int16)).view(-1))
-            shard[first:last] >>= width
-        shard += _HALF
-        words.append(_encode_shard(shard, layout, tables))
+        order, runs = _ordered(classes[start:stop])
+        values = levels[start:stop].reshape(-1)[order].astype(np.int32, copy=False)
+        for row, first, last in runs:
+            low = int(LOW_BITS[row])
+            run = values[first:last]
+            np.clip(run, -_HALF << low, (_HALF << low) - 1, out=run)
+            if low:
+                # `pack` takes the lowest bits; int16 holds every level.
+                tails[low].append(torch.from_numpy(run.astype(np.int16)))
+                run >>= low
+        values += _HALF
+        words.append(_encode_shard(values, runs, tables))
     sizes = np.array([len(shard) // 4 for shard in words], dtype="<u4")
     packed = (bits.pack(torch.cat(pieces), width).numpy().tobytes() for width, pieces in tails.items())
     return b"".join([sizes.tobytes(), *words, *packed])
 
 
-def decode(payload: bytes | memoryview, tokens: int, classes: Classes, tables: Tables) -> Levels:
-    """The inverse of `encode`: (tokens, K) int32, each within its class's `level_bounds`.
+def decode(payload: bytes | memoryview, classes: Classes, tables: Tables) -> Levels:
+    """The inverse of `encode`: (N, K) int32, each within its class's `level_bounds`.
 
     Raises MismatchError for bytes that `encode` never makes of such levels, as far as sizes, the coder's end state
     and padding tell; other damage decodes to other levels, and a checksum must catch it. Sizes are compared before
-    anything is allocated; only `tokens` and `classes`, which the caller has checked, decide how much.
+    anything is allocated; only `classes`, which the caller has checked, decide how much.
     """
-    layout = _Layout.of(tokens, classes)
+    layout = _Layout.of(classes)
     shards, tail = _split(memoryview(payload), layout)
     low = _unpack_low(tail, layout)
-    levels = np.empty((tokens, classes.size), dtype=np.int32)
+    taken = dict.fromkeys(low, 0)
+    levels = np.zeros(classes.shape, dtype=np.int32)
     for (start, stop), words in zip(layout.shards, shards, strict=True):
-        shard = _decode_shard(words, stop - start, layout, tables)
-        shard -= _HALF
-        for width, (first, last) in layout.widths.items():
-            taken = low[width][start * (last - first) : stop * (last - first)]
-            shard[first:last] <<= width
-            shard[first:last] |= taken.reshape(last - first, stop - start)
-        levels[start:stop].T[layout.order] = shard
+        order, runs = _ordered(classes[start:stop])
+        values = _decode_shard(words, len(order), runs, tables)
+        values -= _HALF
+        for row, first, last in runs:
+            width = int(LOW_BITS[row])
+            if width:
+                run, at = values[first:last], taken[width]
+                run <<= width
+                run |= low[width][at : at + len(run)]
+                taken[width] = at + len(run)
+        levels[start:stop].reshape(-1)[order] = values
     return levels
+
+
+_Run: TypeAlias = tuple[int, int, int]
+"""A class, and the first place and the end of its values."""
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where everything lies. Rows are coordinates in class order: ascending by class, then by coordinate.
+    """Where everything lies. shards: the first token and the end of each; coded: how many values each codes; widths:
+    how many low bits, ascending, to the number of values with so many."""
 
-    order: (K,) the coordinate in each row; runs: (class, first row, end) for each class present; widths: how many low
-    bits, ascending, to the rows that have so many; shards: the first token and the end of each.
-    """
-
-    tokens: int
-    order: npt.NDArray[np.intp]
-    runs: list[tuple[int, int, int]]
-    widths: dict[int, tuple[int, int]]
     shards: list[tuple[int, int]]
+    coded: list[int]
+    widths: dict[int, int]
 
     @classmethod
-    def of(cls, tokens: int, classes: Classes) -> _Layout:
-        if classes.ndim != 1 or classes.max(initial=0) >= CLASSES:
-            raise ValueError(f"classes below {CLASSES} in one dimension expected, got {classes!r}")
-        order = np.argsort(classes, kind="stable")
-        low = LOW_BITS[classes][order]
-        shards: list[tuple[int, int]] = []
-        if classes.size:
-            length = max(1, _SHARD_SYMBOLS // classes.size)
-            shards = [(start, min(start + length, tokens)) for start in range(0, tokens, length)]
-        return cls(
-            tokens=tokens,
-            order=order,
-            runs=list(_runs(classes[order])),
-            widths={width: (first, last) for width, first, last in _runs(low) if width and tokens},
-            shards=shards,
-        )
+    def of(cls, classes: Classes) -> _Layout:
+        if classes.ndim != 2 or classes.dtype != np.uint8:
+            raise ValueError(
+                f"classes in two dimensions of uint8 expected, got {classes.shape} {classes.dtype}"
+            )
+        tokens, columns = classes.shape
+        length = max(1, _SHARD_SYMBOLS // max(1, columns))
+        starts = range(0, tokens if columns else 0, length)
+        shards = [(start, min(start + length, tokens)) for start in starts]
+        counts = np.zeros((len(shards), 256), dtype=np.int64)
+        for shard, (start, stop) in enumerate(shards):
+            counts[shard] = np.bincount(classes[start:stop].reshape(-1), minlength=256)
+        if counts[:, CLASSES:UNCODED].any():
+            raise ValueError(f"classes below {CLASSES} expected, or {UNCODED}")
+        counts = counts[:, :CLASSES]
+        by_width = np.bincount(LOW_BITS, counts.sum(axis=0)).astype(np.int64).tolist()
+        widths = {width: count for width, count in enumerate(by_width) if width and count}
+        return cls(shards, counts.sum(axis=1).tolist(), widths)
 
     @property
     def low_bytes(self) -> int:
-        return sum(
-            bits.packed_bytes(self.tokens * (last - first), width)
-            for width, (first, last) in self.widths.items()
-        )
+        return sum(bits.packed_bytes(count, width) for width, count in self.widths.items())
 
 
-def _runs(ascending: npt.NDArray[np.uint8]) -> Iterator[tuple[int, int, int]]:
-    """(value, first, end) for each value of a sorted array."""
-    values, firsts, counts = np.unique(ascending, return_index=True, return_counts=True)
-    yield from zip(values.tolist(), firsts.tolist(), (firsts + counts).tolist(), strict=True)
+def _ordered(classes: Classes) -> tuple[npt.NDArray[np.intp], list[_Run]]:
+    """The places of a shard's coded values, flat, in the order of the stream, and the classes they come in."""
+    flat = classes.reshape(-1)
+    counts = np.bincount(flat, minlength=256)[:CLASSES]
+    # Sorting bytes is a radix sort; what is not coded sorts last.
+    order = flat.argsort(kind="stable")[: counts.sum()]
+    ends = counts.cumsum().tolist()
+    return order, [(row, ends[row] - counts[row], ends[row]) for row in counts.nonzero()[0].tolist()]
 
 
-def _most_words(tokens: int, columns: int) -> int:
+def _most_words(coded: int) -> int:
     """No symbol makes the coder's state longer than by PRECISION bits (its share is at least 2**-PRECISION)."""
-    return -(-tokens * columns * PRECISION // 32)
+    return -(-coded * PRECISION // 32)
 
 
-def _encode_shard(symbols: Levels, layout: _Layout, tables: Tables) -> bytes:
-    """Words of the symbols (K, tokens) of one shard. The coder is a stack: what is read first goes in last."""
+def _encode_shard(symbols: Levels, runs: list[_Run], tables: Tables) -> bytes:
+    """Words of the symbols of one shard. The coder is a stack: what is read first goes in last."""
     coder = constriction.stream.stack.AnsCoder()
-    for row, first, last in reversed(layout.runs):
-        coder.encode_reverse(symbols[first:last].reshape(-1), tables.models[row])
+    for row, first, last in reversed(runs):
+        coder.encode_reverse(symbols[first:last], tables.models[row])
     words: npt.NDArray[np.uint32] = coder.get_compressed()
     return words.astype("<u4", copy=False).tobytes()
 
 
-def _decode_shard(words: npt.NDArray[np.uint32], tokens: int, layout: _Layout, tables: Tables) -> Levels:
-    """Symbols (K, tokens) of one shard."""
+def _decode_shard(words: npt.NDArray[np.uint32], count: int, runs: list[_Run], tables: Tables) -> Levels:
+    """Symbols of one shard."""
     if len(words) and not words[-1]:
         raise MismatchError("entropy-coded levels: a shard ends in a word of zeros")
     coder = constriction.stream.stack.AnsCoder(words)
-    symbols = np.empty((layout.order.size, tokens), dtype=np.int32)
-    for row, first, last in layout.runs:
-        symbols[first:last] = coder.decode(tables.models[row], tokens * (last - first)).reshape(-1, tokens)
+    symbols = np.empty(count, dtype=np.int32)
+    for row, first, last in runs:
+        symbols[first:last] = coder.decode(tables.models[row], last - first)
     if not coder.is_empty():
         raise MismatchError("entropy-coded levels: a shard holds more than its symbols")
     return symbols
@@ -291,8 +331,7 @@ def _decode_shard(words: npt.NDArray[np.uint32], tokens: int, layout: _Layout, t
 def _unpack_low(tail: memoryview, layout: _Layout) -> dict[int, Levels]:
     """The low bits of all levels, by how many there are, in the order of the stream."""
     low: dict[int, Levels] = {}
-    for width, (first, last) in layout.widths.items():
-        count = layout.tokens * (last - first)
+    for width, count in layout.widths.items():
         size = bits.packed_bytes(count, width)
         packed = torch.frombuffer(bytearray(tail[:size]), dtype=torch.uint8)
         low[width] = bits.unpack(packed, width, count).numpy()
@@ -309,8 +348,8 @@ def _split(payload: memoryview, layout: _Layout) -> tuple[list[npt.NDArray[np.ui
             f"take {head + layout.low_bytes}"
         )
     sizes = np.frombuffer(payload[:head], dtype="<u4").astype(np.int64)
-    for (start, stop), size in zip(layout.shards, sizes.tolist(), strict=True):
-        most = _most_words(stop - start, layout.order.size)
+    for coded, size in zip(layout.coded, sizes.tolist(), strict=True):
+        most = _most_words(coded)
         if size > most:
             raise MismatchError(f"entropy-coded levels: a shard of {size} words where {most} are the most")
     want = head + 4 * int(sizes.sum()) + layout.low_bytes
@@ -319,18 +358,6 @@ def _split(payload: memoryview, layout: _Layout) -> tuple[list[npt.NDArray[np.ui
     tail = want - layout.low_bytes
     words = np.frombuffer(payload[head:tail], dtype="<u4").astype(np.uint32)
     return np.split(words, np.cumsum(sizes)[:-1]) if layout.shards else [], payload[tail:]
-
-
-def _laplacian(dead: float) -> npt.NDArray[np.float64]:
-    """(CLASSES, SYMBOLS): chance of each symbol of a Laplacian coordinate of unit variance."""
-    rows = np.arange(CLASSES)[:, None]
-    # The least level of every symbol but the first, in steps.
-    least = np.arange(1 - _HALF, _HALF)[None, :] << LOW_BITS[:, None].astype(np.int64)
-    # Level L >= 1 begins at |x| = L - dead; what lies below a level L <= 0 begins at |x| = 1 - L - dead.
-    edge = np.where(least > 0, least - dead, 1 - least - dead) * 2.0 ** ((UNIT_CLASS - rows) / 8)
-    beyond = 0.5 * np.exp(-np.sqrt(2) * edge)
-    below = np.where(least > 0, 1 - beyond, beyond)
-    return np.diff(below, axis=1, prepend=0.0, append=1.0)
 
 
 def _whole(shares: npt.NDArray[np.float64]) -> npt.NDArray[np.uint32]:
@@ -352,9 +379,9 @@ def _pool(unit: npt.NDArray[np.floating], own: npt.NDArray[np.int64], row: int) 
     return unit[::stride][:, chosen]
 
 
-def _symbols_of(samples: npt.NDArray[np.floating], row: int, dead: float) -> npt.NDArray[np.int32]:
+def _symbols_of(samples: npt.NDArray[np.floating], row: int) -> npt.NDArray[np.int32]:
     """Flat symbols of unit samples at the ratio of scale to step of class `row`."""
     scaled = samples.reshape(-1).astype(np.float32) * np.float32(2.0 ** ((row - UNIT_CLASS) / 8))
-    levels = (np.sign(scaled) * np.floor(np.abs(scaled) + np.float32(dead))).astype(np.int32)
+    levels = (np.sign(scaled) * np.floor(np.abs(scaled) + ROUNDING[row]).clip(0)).astype(np.int32)
     symbols: npt.NDArray[np.int32] = (levels >> int(LOW_BITS[row])).clip(-_HALF, _HALF - 1) + _HALF
     return symbols

@@ -1,30 +1,20 @@
 """The masked family: predictor, basis, mask and values (DESIGN section 3), in one encoder and decoder.
 
-Payload of one tensor of N tokens, in this order (normative; docs/bitstream.md):
-
-    marks      ceil(N / 8) bytes   one bit per token: an outlier. Only with a predictor, or with entropy
-    columns    meshd.wire.mask     topk only
-    gains      4 + N bytes         not with bf16: float32 reference, then a byte per token (meshd.wire.payload)
-    values     bf16: 2 bytes each. int8: 1 byte each. packed: Lloyd-Max indices, bit-packed; waterfilled ones by
-               ascending width, zeros up to the size that the shape fixes. entropy: int16 step index, int8 values of
-               the marked tokens in the identity basis, then the stream of meshd.wire.entropy of all other tokens
-
-All but that stream is of a size that shape and codec fix.
+docs/bitstream.md, "Payloads", has the parts of a payload and their order. All but the entropy-coded levels are of a
+size that shape and codec fix.
 """
 
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from meshd.errors import MismatchError
-from meshd.wire import bits, entropy, mask, quantize
+from meshd.wire import bits, coded, entropy, mask, quantize
 from meshd.wire.codec import Codec, CodecContext, Frame, Quantized, make_frame, tensor_bytes
 from meshd.wire.payload import (
     REFERENCE,
@@ -43,23 +33,9 @@ from meshd.wire.spec import MaskedSpec
 if TYPE_CHECKING:
     from meshd.priors.boundary import BoundaryPrior
 
-_STEP = struct.Struct("<h")
-# An entropy-coded payload may take this many times its budget; what would take more is quantized more coarsely.
-_MOST_OF_BUDGET = 2
-_MOST_STEP = 2**15 - 1
 # One token in so many may be marked an outlier, which costs eight times as much as others or more.
 _TOKENS_PER_OUTLIER = 32
 _TINY = torch.finfo(torch.float32).tiny
-
-
-@dataclass(frozen=True)
-class EntropyCoded(Quantized):
-    """levels: of the unmarked tokens' coordinates that are coded, (tokens, K); classes: theirs, (K,); tables: the
-    prior's."""
-
-    levels: entropy.Levels
-    classes: entropy.Classes
-    tables: entropy.Tables
 
 
 class Masked(Codec):
@@ -89,7 +65,13 @@ class Masked(Codec):
             return size + _room(tokens, self._budget(hidden))
         budget = -(-tokens * self._budget(hidden) // 8)
         outliers = _most_outliers(tokens) * hidden
-        return size + _STEP.size + outliers + _MOST_OF_BUDGET * budget + entropy.overhead(tokens, hidden)
+        return (
+            size
+            + coded.STEP.size
+            + outliers
+            + coded.MOST_OF_BUDGET * budget
+            + entropy.overhead(tokens, hidden)
+        )
 
     @property
     def _marked(self) -> bool:
@@ -148,7 +130,7 @@ class Masked(Codec):
             assert side is not None
             gain = torch.where(outlier[:, None], gain_to_127(x), gain)
         reference, index, gain = gains(gain, peak)
-        raw += [reference, index]
+        raw += [REFERENCE.pack(reference), index]
         if spec.values == "int8":
             raw.append(to_int8(z / gain))
         elif spec.values == "packed":
@@ -156,16 +138,21 @@ class Masked(Codec):
         else:
             assert outlier is not None
             assert side is not None
-            few = to_int8(x[outlier] / gain[outlier])
-            step, levels, classes = self._levels((z / gain)[~outlier], side, hidden, 8 * few.numel(), rate)
-            raw += [_STEP.pack(step), few]
-            name = context.prior_name
-            return EntropyCoded(*what, joined(raw), name, levels.cpu().numpy(), classes, side.tables)
+            few, index = to_int8(x[outlier] / gain[outlier]), index[:, 0]
+            # All tokens have one step: what counts is the sum of errors, and large tokens are worth more bits. A token
+            # that is to be zero there is divided by infinity here.
+            common = torch.where(index > 0, reference / peak[:, 0], torch.inf)
+            z, lift = (z / common[:, None])[~outlier], coded.lifts(index)[~outlier]
+            budget = len(x) * self._budget(hidden)
+            step, levels, classes = coded.quantized(z, lift, side, budget, 8 * few.numel(), rate)
+            raw += [coded.STEP.pack(step), few]
+            there = levels.cpu().numpy(), classes.cpu().numpy()
+            return coded.EntropyCoded(*what, joined(raw), context.prior_name, *there, side.tables)
         return Quantized(*what, joined(raw), context.prior_name)
 
     def write(self, quantized: Quantized) -> Frame:
         payload = quantized.raw
-        if isinstance(quantized, EntropyCoded):
+        if isinstance(quantized, coded.EntropyCoded):
             payload += entropy.encode(quantized.levels, quantized.classes, quantized.tables)
         return make_frame(self.name, quantized, payload)
 
@@ -259,30 +246,6 @@ class Masked(Codec):
         room = _room(len(unit), self._budget(hidden))
         return [*packed, bytes(room - sum(map(len, packed)))]
 
-    def _levels(
-        self, z: Tensor, side: Side, hidden: int, spent: int, rate: RateLoop | None
-    ) -> tuple[int, Tensor, entropy.Classes]:
-        """Step index, levels (N, K) and classes (K,) of an entropy-coded tensor; tells `rate` what it will take.
-
-        spent: bits that outliers take, off the budget of all.
-        """
-        budget = len(z) * self._budget(hidden)
-        offset = 0 if rate is None else rate.offset
-        left = max(budget - spent, budget // 2) // max(1, len(z))
-        step = side.step(left) + offset
-        while True:
-            step = min(max(step, -_MOST_STEP), _MOST_STEP)
-            classes = side.classes(step)
-            least, most = (torch.from_numpy(bound).to(z.device) for bound in entropy.level_bounds(classes))
-            levels = quantize.levels(z[:, : len(classes)], 2 ** (step / quantize.OCTAVE)).clamp(least, most)
-            cost = side.cost(levels, classes)
-            if cost <= _MOST_OF_BUDGET * budget:
-                break
-            step += quantize.OCTAVE // 2
-        if rate is not None:
-            rate.spent(cost + spent, budget, offset)
-        return step, levels, classes
-
     # ---- decoding ------------------------------------------------------------------------------------------
 
     def read(self, frame: Frame, context: CodecContext) -> Quantized:
@@ -293,13 +256,14 @@ class Masked(Codec):
         side = self._side(context, torch.device("cpu"))
         assert side is not None
         raw = Cursor(whole.raw, self.name, torch.device("cpu"))
-        marked = int(self._marks_of(raw, tokens).sum())
-        raw.bytes(REFERENCE.size + tokens)
-        classes = side.classes(*_STEP.unpack(raw.bytes(_STEP.size)))
-        raw.bytes(marked * whole.shape[-1])
+        outlier = self._marks_of(raw, tokens)
+        _, index, _ = read_gains(raw, tokens)
+        (step,) = coded.STEP.unpack(raw.bytes(coded.STEP.size))
+        classes = side.classes(step, coded.lifts(index[~outlier, 0])).numpy()
+        raw.bytes(int(outlier.sum()) * whole.shape[-1])
         head = raw.at
-        levels = entropy.decode(memoryview(whole.raw)[head:], tokens - marked, classes, side.tables)
-        return EntropyCoded(
+        levels = entropy.decode(memoryview(whole.raw)[head:], classes, side.tables)
+        return coded.EntropyCoded(
             whole.shape, whole.dtype, whole.raw[:head], whole.prior, levels, classes, side.tables
         )
 
@@ -314,9 +278,11 @@ class Masked(Codec):
             columns: Tensor | None = mask.unpack_columns(packed, tokens, hidden, self._keep(hidden))
         else:
             columns = self._columns(tokens, hidden, context, device)
-        gain = None if spec.values == "bf16" else read_gains(raw, tokens)
+        gain: Tensor | None = None
+        if spec.values != "bf16":
+            reference, _, gain = read_gains(raw, tokens)
         z = self._values(raw, quantized, side, tokens, hidden)
-        if isinstance(quantized, EntropyCoded):
+        if isinstance(quantized, coded.EntropyCoded):
             few = raw.typed(torch.int8, tokens - len(quantized.levels), hidden)
         raw.end()
         if spec.values == "packed":
@@ -326,10 +292,12 @@ class Masked(Codec):
         if side is not None:
             known = min(z.shape[1], len(side.decode))
             z = z[:, :known] @ side.decode[:known]
-        if isinstance(quantized, EntropyCoded):
+        if isinstance(quantized, coded.EntropyCoded):
             assert outlier is not None
+            assert gain is not None
             z = z.new_empty(tokens, hidden).masked_scatter_(~outlier[:, None], z)
             z = z.masked_scatter_(outlier[:, None], few)
+            gain = torch.where(outlier[:, None], gain, reference)
         x = z if gain is None else z * gain
         if outlier is not None:
             x = x + self._predicted(context, outlier)
@@ -348,10 +316,9 @@ class Masked(Codec):
             return values
         if spec.values == "int8":
             return raw.typed(torch.int8, tokens, keep)
-        if isinstance(quantized, EntropyCoded):
-            (step,) = _STEP.unpack(raw.bytes(_STEP.size))
-            levels = torch.from_numpy(quantized.levels).to(raw.device)
-            return quantize.reconstruct(levels, 2 ** (step / quantize.OCTAVE))
+        if isinstance(quantized, coded.EntropyCoded):
+            (step,) = coded.STEP.unpack(raw.bytes(coded.STEP.size))
+            return coded.values(quantized, step, raw.device)
         if spec.mask != "waterfill":
             return self._unpacked(raw, int(spec.bits), tokens, keep)
         assert side is not None
@@ -384,7 +351,8 @@ class Masked(Codec):
                 g = g * self._rescale(g[:, : self._keep(hidden)], g)
         if side is not None:
             if self.spec.values == "entropy":
-                g = g[:, : len(side.classes(side.step(self._budget(hidden))))]
+                lift = torch.zeros(1, dtype=torch.int32, device=g.device)
+                g = g[:, : side.classes(side.step(self._budget(hidden), lift), lift).shape[1]]
             known = min(g.shape[1], len(side.scale))
             g = g[:, :known] @ side.encode[:, :known].T
         return g.to(gradient.dtype).reshape(gradient.shape)

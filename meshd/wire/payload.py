@@ -36,7 +36,7 @@ def power_of_two(x: Tensor) -> Tensor:
     return torch.where(peak >= _TINY, torch.ldexp(torch.ones_like(peak), exponent - 1), 1.0)
 
 
-def gains(gain: Tensor, peak: Tensor) -> tuple[bytes, Tensor, Tensor]:
+def gains(gain: Tensor, peak: Tensor) -> tuple[float, Tensor, Tensor]:
     """Gains as they cross: (reference, index, gain).
 
     gain, peak: (N, 1), their product is what crosses. index: uint8; `reference * 2^((index - 255) / 8)` is the gain,
@@ -49,16 +49,17 @@ def gains(gain: Tensor, peak: Tensor) -> tuple[bytes, Tensor, Tensor]:
     used = reference * torch.exp2((index - 255) / _OCTAVE) / peak
     # A token that is to be zero there is divided by infinity here.
     used = torch.where(index > 0, used.clamp_min(_TINY), torch.inf)
-    return REFERENCE.pack(reference), index.to(torch.uint8), used
+    return reference, index.to(torch.uint8), used
 
 
-def read_gains(raw: Cursor, tokens: int) -> Tensor:
-    """(N, 1) gains. Raises MismatchError for a reference that is none."""
+def read_gains(raw: Cursor, tokens: int) -> tuple[float, Tensor, Tensor]:
+    """(reference, index (N, 1) uint8, gain (N, 1)) of `gains`. Raises MismatchError for a reference that is none."""
     (reference,) = REFERENCE.unpack(raw.bytes(REFERENCE.size))
     if not (math.isfinite(reference) and reference >= 0):
         raise MismatchError(f"a gain of {reference}")
-    index = raw.take(tokens).float()[:, None]
-    return torch.where(index > 0, reference * torch.exp2((index - 255) / _OCTAVE), 0.0)
+    index = raw.take(tokens)[:, None]
+    gain = reference * torch.exp2((index.float() - 255) / _OCTAVE)
+    return reference, index, torch.where(index > 0, gain, 0.0)
 
 
 def joined(parts: Sequence[Tensor | bytes]) -> bytes:

@@ -1,4 +1,4 @@
-"""Values to small integers and back: Lloyd-Max tables, bits by energy, one uniform step with a dead zone.
+"""Values to small integers and back: Lloyd-Max tables, bits by energy, a uniform quantizer with a dead zone.
 
 DESIGN section 3, "Bits by energy". What both ends must agree on, how many bits each coordinate gets, is computed from
 integers only (docs/masks.md, "Bit allotment").
@@ -144,24 +144,12 @@ def allot(
     return np.bincount(chosen // max(most, 1), minlength=len(scales)).astype(np.uint8)
 
 
-def levels(x: torch.Tensor, step: torch.Tensor | float, rounding: float = 0.4) -> torch.Tensor:
-    """Uniform quantizer with a dead zone: int32 sign(x) * floor(|x| / step + rounding), same shape.
+def levels(x: torch.Tensor, rounding: torch.Tensor | float) -> torch.Tensor:
+    """Uniform quantizer with a dead zone: int32 sign(x) * floor(|x| + rounding), same shape.
 
-    step: positive, a number or a tensor that broadcasts to x. rounding: 0.5 rounds to nearest; less widens the dead
-    zone, |x| < (1 - rounding) * step, where an entropy coder saves more than the error costs (0.4: DESIGN section 3).
-    Levels end at +-2^24.
+    x: in steps; what is under 1 - rounding gives 0. rounding: -0.5 to 0.5, a number or a tensor of x's shape; 0.5
+    rounds to nearest, less widens the dead zone where an entropy coder saves more than the error costs. Levels end at
+    +-2^24.
     """
-    scaled = x.float() / step
-    magnitude = scaled.abs().add_(rounding).floor_().clamp_(max=_LARGEST_LEVEL)
-    return magnitude.copysign_(scaled).to(torch.int32)
-
-
-def reconstruct(
-    level: torch.Tensor, step: torch.Tensor | float, shift: torch.Tensor | float = 0.05
-) -> torch.Tensor:
-    """Values that levels stand for: float32 sign(level) * (|level| + shift) * step, same shape.
-
-    shift: by how much the mean of a cell lies beyond its level; with a wide dead zone it does (0.05: DESIGN section 3).
-    Zero stays zero.
-    """
-    return (level + level.sign() * shift) * step
+    magnitude = x.abs().float().add_(rounding).floor_().clamp_(0, _LARGEST_LEVEL)
+    return magnitude.copysign_(x.float()).to(torch.int32)

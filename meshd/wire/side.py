@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,12 @@ from meshd.wire import entropy, quantize
 if TYPE_CHECKING:
     from meshd.priors.boundary import BoundaryPrior
     from meshd.wire.codec import Direction
+
+
+# Coordinates of scales this far above the step are of the last class, this far below it are not coded.
+_BEYOND = 16 * quantize.OCTAVE
+UNLIFTED = -(2**15)
+"""The lift of a token of which nothing is coded."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,26 +37,52 @@ class Side:
     scale: Tensor
     tables: entropy.Tables
 
-    def step(self, budget: int) -> int:
-        """Index of the finest step at which the modelled bits per token stay within `budget`.
+    def step(self, budget: float, lift: Tensor) -> int:
+        """Index of the finest step at which the modelled bits of all tokens stay within `budget`.
 
-        A choice of the sender: the frame names it, so it may come from floats.
+        lift: (N,) of the tokens. A choice of the sender: the frame names it, so it may come from floats.
         """
-        return _step(self, budget)
+        lifts = lift[lift > UNLIFTED].cpu().numpy()
+        coarse = int(self.scale_index[0]) + _BEYOND
+        if not len(lifts):
+            return coarse
+        fine = int(self.scale_index[-1]) + entropy.CLASS_WIDTH * int(lifts.min()) - _BEYOND
+        while coarse - fine > 1:  # coarse is within the budget, fine is not
+            middle = (coarse + fine) // 2
+            within = self._modelled(middle, lifts) <= budget
+            fine, coarse = (fine, middle) if within else (middle, coarse)
+        return coarse
 
-    def classes(self, step: int) -> entropy.Classes:
-        """(coded,) classes of the leading coordinates that are coded at a step. Integers only."""
-        found = entropy.class_of(self.scale_index, step)
-        coded = int((found >= 0).sum())  # scales fall, so these are the first
-        return found[:coded].astype(np.uint8)
+    def _modelled(self, step: int, lifts: npt.NDArray[np.int32]) -> float:
+        """Bits of tokens of these lifts at a step."""
+        base = entropy.class_of(self.scale_index, step)
+        # How many values there are of each class is the convolution of how many coordinates and tokens there are.
+        values = np.convolve(np.bincount(base - base.min()), np.bincount(lifts - lifts.min()))
+        classes = np.arange(len(values)) + int(base.min()) + int(lifts.min())
+        coded = classes >= 0
+        bits = self.tables.mean_bits[np.minimum(classes[coded], entropy.CLASSES - 1)]
+        return float((values[coded] * bits).sum())
 
-    def cost(self, levels: Tensor, classes: entropy.Classes) -> float:
-        """Bits that levels (N, coded) take."""
-        device = levels.device
-        low = torch.from_numpy(entropy.LOW_BITS[classes].astype(np.int32)).to(device)
-        rows = torch.from_numpy(classes.astype(np.int32) * entropy.SYMBOLS).to(device)
-        symbols = (levels >> low) + (rows + entropy.SYMBOLS // 2)
-        return float(_cost(self, device).index_select(0, symbols.reshape(-1)).sum())
+    def classes(self, step: int, lift: Tensor) -> Tensor:
+        """(N, K) uint8: the class of every value, for the leading K coordinates that any token codes at this step.
+
+        lift: (N,) int32, classes that a token's values lie above those of a token of the frame's reference gain.
+        Integers only, on the device of `lift`.
+        """
+        base = entropy.class_of(self.scale_index, step)
+        # Scales fall, so the coded ones are the first.
+        coded = int((base + int(lift.max()) >= 0).sum()) if len(lift) else 0
+        found = torch.from_numpy(base[:coded]).to(lift.device) + lift[:, None]
+        return torch.where(found < 0, entropy.UNCODED, found.clamp_max(entropy.CLASSES - 1)).to(torch.uint8)
+
+    def levels(self, unit: Tensor, classes: Tensor) -> tuple[Tensor, float]:
+        """(N, K) int32 levels of values in steps (N, K), and the bits that they take."""
+        constants = _constants(self, unit.device)
+        row = classes.long()
+        least, most, low = (bound[row] for bound in (constants.least, constants.most, constants.low))
+        levels = quantize.levels(unit, constants.rounding[row]).clamp(least, most)
+        symbols = (levels >> low) + row * entropy.SYMBOLS + entropy.SYMBOLS // 2
+        return levels, float(constants.cost[symbols].sum())
 
     def widths(self, budget: int) -> list[tuple[int, Tensor]]:
         """Coordinates by the bits that Lloyd-Max gives them, ascending; those without are left out. Integers only."""
@@ -69,9 +101,25 @@ def side_of(prior: BoundaryPrior, direction: Direction, device: torch.device) ->
     return Side(encode, decode, scale_index, basis.scale.to(device), basis.tables)
 
 
+class _Constants(NamedTuple):
+    """By class as a byte, (256,), UNCODED among them; cost: by class and symbol, flat."""
+
+    least: Tensor
+    most: Tensor
+    low: Tensor
+    rounding: Tensor
+    cost: Tensor
+
+
 @lru_cache(maxsize=64)
-def _cost(side: Side, device: torch.device) -> Tensor:
-    return torch.from_numpy(side.tables.cost.reshape(-1)).to(device)
+def _constants(side: Side, device: torch.device) -> _Constants:
+    classes = np.arange(256, dtype=np.uint8)
+    unused = 256 - entropy.CLASSES
+    least, most = entropy.level_bounds(classes)
+    low = np.pad(entropy.LOW_BITS.astype(np.int32), (0, unused))
+    rounding = np.pad(entropy.ROUNDING, (0, unused))
+    cost = np.pad(side.tables.cost, ((0, unused), (0, 0))).reshape(-1)
+    return _Constants(*(torch.from_numpy(each).to(device) for each in (least, most, low, rounding, cost)))
 
 
 @lru_cache(maxsize=64)
@@ -80,14 +128,3 @@ def _widths(side: Side, budget: int) -> list[tuple[int, Tensor]]:
     found = [(width, np.flatnonzero(bits == width)) for width in range(1, quantize.MOST_BITS + 1)]
     device = side.encode.device
     return [(width, torch.from_numpy(columns).to(device)) for width, columns in found if len(columns)]
-
-
-@lru_cache(maxsize=64)
-def _step(side: Side, budget: int) -> int:
-    fine = int(side.scale_index.min(initial=0)) - entropy.CLASSES * 8
-    coarse = int(side.scale_index.max(initial=0)) + entropy.CLASSES * 8
-    while coarse - fine > 1:  # coarse is within the budget, fine is not
-        middle = (coarse + fine) // 2
-        within = float(side.tables.mean_bits[side.classes(middle)].sum()) <= budget
-        fine, coarse = (fine, middle) if within else (middle, coarse)
-    return coarse

@@ -14,6 +14,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "data" / "bitstream"
 CLASSES, SYMBOLS, ONE = 104, 64, 1 << 24
+UNCODED = 255
 
 Rows = list[list[int]]
 
@@ -30,8 +31,15 @@ def unpack(packed: bytes, bits: int, count: int) -> list[int]:
     return [(stream >> bits * place) % (1 << bits) for place in range(count)]
 
 
-def class_of(scale_index: int, step_index: int) -> int:
-    return min((scale_index - step_index + 4) // 8 + 24, CLASSES - 1)
+def class_of(scale_index: int, step_index: int, gain: int) -> int:
+    """gain: the byte that crosses."""
+    found = (scale_index - step_index + 4) // 8 + 24 + gain - 255
+    return UNCODED if found < 0 or gain == 0 else min(found, CLASSES - 1)
+
+
+def classes_of(base: list[int], gains: list[int]) -> Rows:
+    """base: classes of tokens whose gain is the reference."""
+    return [[class_of(8 * (row - 24), 0, gain) for row in base] for gain in gains]
 
 
 def low_bits(row: int) -> int:
@@ -65,21 +73,20 @@ def shards(tokens: int, columns: int) -> Iterator[range]:
         yield range(start, min(start + length, tokens))
 
 
-def places(shard: range, classes: list[int]) -> Iterator[tuple[int, int]]:
-    """(token, coordinate) in the order of the stream."""
-    for column in sorted(range(len(classes)), key=lambda column: (classes[column], column)):
-        for token in shard:
-            yield token, column
+def places(shard: range, classes: Rows) -> list[tuple[int, int]]:
+    """(token, coordinate) of what is coded, in the order of the stream."""
+    found = [(classes[token][column], token, column) for token in shard for column in range(len(classes[0]))]
+    return [(token, column) for row, token, column in sorted(found) if row != UNCODED]
 
 
-def encode(levels: Rows, classes: list[int], counts: Rows) -> bytes:
+def encode(levels: Rows, classes: Rows, counts: Rows) -> bytes:
     sizes, coded = b"", b""
     tails: dict[int, list[int]] = {}
     starts = [[sum(row[:symbol]) for symbol in range(SYMBOLS)] for row in counts]
-    for shard in shards(len(levels), len(classes)):
+    for shard in shards(len(levels), len(levels[0]) if levels else 0):
         symbols = []
         for token, column in places(shard, classes):
-            row = classes[column]
+            row = classes[token][column]
             low = low_bits(row)
             level = max(-32 << low, min((32 << low) - 1, levels[token][column]))
             symbols.append((row, (level >> low) + 32))
@@ -97,9 +104,9 @@ def encode(levels: Rows, classes: list[int], counts: Rows) -> bytes:
     return sizes + coded + b"".join(pack(tails[low], low) for low in sorted(tails))
 
 
-def decode(payload: bytes, tokens: int, classes: list[int], counts: Rows) -> Rows:
-    levels = [[0] * len(classes) for _ in range(tokens)]
-    parts = list(shards(tokens, len(classes)))
+def decode(payload: bytes, classes: Rows, counts: Rows) -> Rows:
+    levels = [[0] * len(rows) for rows in classes]
+    parts = list(shards(len(classes), len(classes[0]) if classes else 0))
     sizes = struct.unpack(f"<{len(parts)}I", payload[: 4 * len(parts)])
     at = 4 * len(parts)
     for shard, size in zip(parts, sizes, strict=True):
@@ -109,12 +116,14 @@ def decode(payload: bytes, tokens: int, classes: list[int], counts: Rows) -> Row
         while words and state < 1 << 32:
             state = state << 32 | words.pop()
         for token, column in places(shard, classes):
-            symbol, state = pop(words, state, counts[classes[column]])
-            levels[token][column] = symbol - 32 << low_bits(classes[column])
+            row = classes[token][column]
+            symbol, state = pop(words, state, counts[row])
+            levels[token][column] = symbol - 32 << low_bits(row)
         assert state == 0
         assert not words
-    for low in sorted({low_bits(row) for row in classes} - {0}):
-        mine = [p for shard in parts for p in places(shard, classes) if low_bits(classes[p[1]]) == low]
+    coded = [place for shard in parts for place in places(shard, classes)]
+    for low in range(1, 9):
+        mine = [(token, column) for token, column in coded if low_bits(classes[token][column]) == low]
         size = (len(mine) * low + 7) // 8
         for (token, column), value in zip(mine, unpack(payload[at : at + size], low, len(mine)), strict=True):
             levels[token][column] += value
@@ -135,35 +144,42 @@ def example_tables() -> Rows:
     return counts
 
 
-def noise(tokens: int, classes: list[int], seed: int) -> Rows:
-    """Levels by a linear congruential generator: the k-th coordinate of class c spreads over about 2^((c - 24) / 8)."""
+def noise(classes: Rows, seed: int) -> Rows:
+    """Levels by a linear congruential generator: a value of class c spreads over about 2^((c - 24) / 8); one that is
+    not coded is 0."""
     levels: Rows = []
-    for _ in range(tokens):
+    for rows in classes:
         levels.append([])
-        for row in classes:
+        for row in rows:
             drawn = []
             for _ in range(2):
                 seed = (seed * 6364136223846793005 + 1442695040888963407) % (1 << 64)
                 drawn.append((seed >> 33) % (1 + (1 << max(0, row - 16) // 8)))
-            levels[-1].append(drawn[0] - drawn[1])
+            levels[-1].append(0 if row == UNCODED else drawn[0] - drawn[1])
     return levels
 
 
-def cases() -> dict[str, tuple[list[int], Rows]]:
-    """Name to (classes, levels)."""
+def cases() -> dict[str, tuple[list[int], list[int], Rows]]:
+    """Name to (base classes, gain bytes, levels)."""
     every = [(41 * place) % CLASSES for place in range(CLASSES)]
     many = [(7 * place) % 60 for place in range(300)]
+    wander = [255 - (11 * token) % 40 for token in range(440)]
+    falling = [255, 247, 200, 0, 251, 1, 254, 231, 255]
     return {
-        "worked example": ([24, 8, 44], [[1, -20, 5], [0, 2, -3], [-1, 1, 12]]),
-        "every class, in no order": (every, noise(9, every, seed=1)),
+        "worked example": ([24, 8, 44], [255, 251, 241], [[1, -20, 5], [0, 2, -3], [-1, 0, 12]]),
+        "every class, in no order": (every, [255] * 9, noise(classes_of(every, [255] * 9), seed=1)),
+        "tokens of all gains": (every, falling, noise(classes_of(every, falling), seed=3)),
         "beyond the bounds": (
             [0, 40, 103],
+            [255] * 4,
             [[40, 70, 9000], [-40, -70, -9000], [31, 63, 8191], [-32, -64, -8192]],
         ),
-        "least symbols: no words": ([5, 24], [[-32, -32]] * 3),
-        "no tokens": ([24, 44], []),
-        "no coordinates": ([], [[], []]),
-        "three shards": (many, noise(440, many, seed=2)),
+        "above the last class": ([24, 103, 160], [255, 190], [[3, -300, 8000], [0, 9, -99]]),
+        "least symbols: no words": ([5, 24], [255] * 3, [[-32, -32]] * 3),
+        "nothing coded": ([5, 24], [0, 200], [[0, 0]] * 2),
+        "no tokens": ([24, 44], [], []),
+        "no coordinates": ([], [255, 255], [[], []]),
+        "three shards": (many, wander, noise(classes_of(many, wander), seed=2)),
     }
 
 
@@ -172,9 +188,9 @@ def write() -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / "tables.u32").write_bytes(b"".join(struct.pack("<64I", *row) for row in counts))
     vectors = []
-    for name, (classes, levels) in cases().items():
-        payload = encode(levels, classes, counts)
-        vector = {"name": name, "classes": classes, "tokens": len(levels), "bytes": len(payload)}
+    for name, (base, gains, levels) in cases().items():
+        payload = encode(levels, classes_of(base, gains), counts)
+        vector = {"name": name, "base": base, "gains": gains, "bytes": len(payload)}
         if len(payload) <= 4096:
             vector |= {"levels": levels, "payload": payload.hex()}
         else:

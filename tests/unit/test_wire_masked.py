@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from priors_helpers import FEATURES, HIDDEN, VOCABULARY, boundary_tokens, made_prior
 
-from meshd.config.runspec import RunSpec
 from meshd.errors import ConfigError, MismatchError
-from meshd.peer.resolve import check_spec
 from meshd.wire import CodecContext, Frame, RateLoop, codec_named, decode
 from meshd.wire.autograd import Boundary
 from meshd.wire.codec import Quantized, make_frame
@@ -237,23 +235,6 @@ def test_keys_change_single_choices_of_a_preset() -> None:
     assert parse("spectral", "x") == PRESETS["spectral"]
     assert parse("spectral:bits=1.5", "x") == replace(PRESETS["spectral"], bits=1.5)
     assert parse("topk:keep=0.05, values=bf16", "x") == replace(PRESETS["topk"], keep=0.05, values="bf16")
-
-
-def test_a_run_spec_with_a_codec_that_needs_a_prior_is_refused_until_priors_travel() -> None:
-    def spec(codec: str) -> RunSpec:
-        return RunSpec.model_validate(
-            {
-                "model": {"source": "x"},
-                "data": {"sources": ["x"]},
-                "stop": {"steps": 1},
-                "wire": {"boundary": {0: {"backward": codec}}},
-            }
-        )
-
-    check_spec(spec("topk:keep=0.05"))
-    with pytest.raises(ConfigError, match="needs a boundary prior") as error:
-        check_spec(spec("spectral"))
-    assert error.value.field == "wire.boundary.0.backward"
 
 
 def test_values_that_are_not_finite_are_refused_not_clamped() -> None:

@@ -17,7 +17,6 @@ from meshd.wire.quantize import (
     levels,
     lloyd_max,
     quantize,
-    reconstruct,
 )
 
 ALL_BITS = range(1, MOST_BITS + 1)
@@ -162,15 +161,10 @@ def test_impossible_budgets_are_refused() -> None:
 
 def test_levels_by_hand() -> None:
     x = torch.tensor([0.0, 0.59, 0.61, 1.59, 1.61, -0.59, -0.61, -1.61])
-    assert levels(x, 1.0).tolist() == [0, 0, 1, 1, 2, 0, -1, -2]
-    assert levels(x * 4, 4.0).tolist() == [0, 0, 1, 1, 2, 0, -1, -2]
-    assert levels(x, 1.0, 0.5).tolist() == [0, 1, 1, 2, 2, -1, -1, -2]
-    assert levels(x[:3].expand(2, 3), torch.tensor([1.0, 0.1, 0.5])).tolist() == [[0, 6, 1], [0, 6, 1]]
-    back = reconstruct(torch.tensor([0, 1, -3], dtype=torch.int32), 2.0)
-    assert back.dtype == torch.float32
-    assert back.tolist() == pytest.approx([0, 2.1, -6.1])
-    shifts = reconstruct(torch.tensor([[1, -1]]), torch.tensor([1.0, 2.0]), torch.tensor([0.25, 0.0]))
-    assert shifts.tolist() == [[1.25, -2.0]]
+    assert levels(x, 0.4).tolist() == [0, 0, 1, 1, 2, 0, -1, -2]
+    assert levels(x, 0.5).tolist() == [0, 1, 1, 2, 2, -1, -1, -2]
+    assert levels(x[:3].expand(2, 3), torch.tensor([0.5, 0.5, 0.3])).tolist() == [[0, 1, 0], [0, 1, 0]]
+    assert levels(torch.tensor([0.0, 1.2, -1.2, 1.6]), -0.5).tolist() == [0, 0, 0, 1]
 
 
 finite = st.floats(-(2**127), 2**127, width=32)
@@ -178,37 +172,23 @@ finite = st.floats(-(2**127), 2**127, width=32)
 
 @given(
     st.lists(finite | st.floats(-100, 100, width=32), min_size=1, max_size=30),
-    st.floats(2**-10, 2**10, width=32),
-    st.sampled_from([0.3, 0.4, 0.5]),
+    st.sampled_from([-0.5, 0.0, 0.3, 0.4, 0.5]),
 )
 @settings(deadline=None)
-def test_levels_come_back_within_the_dead_zone(values: list[float], step: float, rounding: float) -> None:
+def test_levels_err_by_the_dead_zone_at_most(values: list[float], rounding: float) -> None:
     x = torch.tensor(values)
-    got = levels(x, step, rounding)
+    got = levels(x, rounding)
     assert got.dtype == torch.int32
-    assert torch.equal(got, -levels(-x, step, rounding))
+    assert torch.equal(got, -levels(-x, rounding))
     assert int(got.abs().max()) <= 2**24
-    back = reconstruct(got, step, 0.0)
-    assert bool(torch.isfinite(back).all())
-    within = x.abs() < 2**23 * step
-    error = (back - x).abs()[within]
-    assert bool((error <= (1 - rounding) * step + 2e-7 * x.abs()[within]).all())
-    # Zero stays zero, whatever the shift; a reconstructed value has the level it came from.
-    again = reconstruct(got, step, 0.05)
-    assert bool((again[got == 0] == 0).all())
-    small = got.abs() < 2**18
-    assert torch.equal(levels(again, step, rounding)[small], got[small])
+    within = x.abs() < 2**23
+    error = (got - x).abs()[within]
+    assert bool((error <= max(rounding, 1 - rounding) + 2e-7 * x.abs()[within]).all())
+    # A level is of its own value.
+    assert torch.equal(levels(got.float(), rounding)[within], got[within]) or rounding < 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_levels_of_short_formats_are_those_of_their_values(dtype: torch.dtype) -> None:
-    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(2)).to(dtype)
-    assert torch.equal(levels(x, 0.01), levels(x.float(), 0.01))
-
-
-def test_smaller_steps_err_less() -> None:
-    x = torch.randn(5000, generator=torch.Generator().manual_seed(3))
-    errors = [
-        (reconstruct(levels(x, step), step) - x).square().mean().item() for step in (2, 1, 0.5, 0.25, 0.1)
-    ]
-    assert errors == sorted(errors, reverse=True)
+    x = 100 * torch.randn(64, 32, generator=torch.Generator().manual_seed(2)).to(dtype)
+    assert torch.equal(levels(x, 0.4), levels(x.float(), 0.4))
