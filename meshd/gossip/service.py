@@ -73,6 +73,7 @@ class Gossip:
     async def exchange_with(self, partner: Replica) -> bool:
         """One attempt. A partner that fails (and is not just busy) is set aside for a while."""
         self._busy = True
+        stepped = self._stage.runtime.keeping.stepped
         try:
             report = await self._open(partner)
         except ExchangeRefused:
@@ -84,7 +85,7 @@ class Gossip:
             return False
         finally:
             self._busy = False
-        self._done(partner.name, report)
+        self._done(partner.name, report, stepped)
         return True
 
     async def _open(self, partner: Replica) -> ExchangeReport:
@@ -117,7 +118,8 @@ class Gossip:
         try:
             self._stage.counter.merge(theirs.committed)
             await duplex.send(pb.GossipMessage(open=mine))
-            self._done(duplex.remote, await exchange.run())
+            stepped = self._stage.runtime.keeping.stepped
+            self._done(duplex.remote, await exchange.run(), stepped)
             # Exchanged with: what this peer would open itself can wait as long again.
             self._steps = 0
         except (LinkLost, MismatchError, ExchangeRefused, ResourceError) as error:
@@ -145,7 +147,9 @@ class Gossip:
             committed=self._stage.counter.to_proto(),
         )
 
-    def _done(self, partner: str, report: ExchangeReport) -> None:
+    def _done(self, partner: str, report: ExchangeReport, stepped: int) -> None:
+        """stepped: additions that were in the weights before the exchange."""
+        self._stage.runtime.keeping.keep(stepped)
         metrics = self._stage.metrics
         metrics.count("gossip_exchanges")
         metrics.count("gossip_sent_bytes", report.bytes_sent)

@@ -168,11 +168,12 @@ class Snapshots:
         runtime, store, number = self._stage.runtime, self._store, self._number
         tokens = self._stage.counter.total
 
-        def write() -> None:
+        def write() -> int:
             facts = {"tokens": tokens, "weight_version": runtime.version}
             write_stage(store, f"live/{number}", runtime.model.trainable(), runtime.optimizer.state(), facts)
+            return runtime.keeping.stepped
 
-        await self._stage.worker.run(write, BACKGROUND)
+        runtime.keeping.keep(await self._stage.worker.run(write, BACKGROUND))
 
     async def _average(self, watermark: int) -> None:
         """As the leader: bring the others' parts here and write the stage's average of them."""

@@ -37,10 +37,13 @@ def key_of(id: pb.MicrobatchId) -> Key:
 
 @dataclass(frozen=True)
 class Passed:
-    """What came back of a microbatch. loss: mean over label tokens; gradient: None at the hop that embeds."""
+    """What came back of a microbatch. loss: mean over label tokens; gradient: None at the hop that embeds. addition:
+    its number at the peer that gave it back (`meshd.pipeline.keeping`), in that peer's incarnation."""
 
     loss: float
     gradient: Frame | None
+    addition: int
+    incarnation: int
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,11 @@ class Downstream:
         address: str,
         on_credit: Callable[[], None],
         on_counts: Callable[[Iterable[pb.Count]], None],
+        on_kept: Callable[[pb.Kept], None],
     ) -> None:
         """on_credit: also called when the far side says that it has a prior."""
         self._open, self._address, self._on_credit, self._on_counts = open, address, on_credit, on_counts
+        self._on_kept = on_kept
         self._announced = b""
         self.knows = b""  # the prior that the far side last said it has
         self._pending: dict[Key, _Pending] = {}
@@ -202,6 +207,9 @@ class Downstream:
         if kind == "credit":
             self._on_credit()
             return
+        if kind == "kept":
+            self._on_kept(message.kept)
+            return
         if kind == "prior":
             self.knows = message.prior.prior[:PRIOR_BYTES]
             self._on_credit()
@@ -245,7 +253,8 @@ class Downstream:
                 if pending.assembler.complete:
                     header = pending.gradient.gradient
                     frame = Frame(header, bytes(pending.assembler.finish(header.checksum)))
-                    self._settle(pending, Passed(pending.gradient.loss, frame))
+                    whole = pending.gradient
+                    self._settle(pending, Passed(whole.loss, frame, whole.addition, whole.incarnation))
             case "eval_result", pb.EvalResult():
                 if not offer.evaluate:
                     raise MismatchError("an evaluation's result where a gradient was asked for")

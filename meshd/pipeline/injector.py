@@ -51,6 +51,8 @@ class Injector:
         self.stopping = False
         self.losses: deque[pb.LossPoint] = deque(maxlen=_LOSSES)
         self._stage.counter.advance(self._stage.peer_id, journal.ledger.balance().tokens)
+        self._unkept: list[int] = []
+        self._stage.runtime.keeping.listeners.append(self._kept)
 
     @property
     def in_flight(self) -> int:
@@ -118,6 +120,7 @@ class Injector:
             event(log, "microbatch_dropped", level=logging.WARNING, sequence=sequence, reason=str(dropped))
         else:
             self._journal.commit(sequence, tokens)
+            self._unkept.append(passed.addition)
             stage.counter.advance(stage.peer_id, self._journal.ledger.balance().tokens)
             self._pause_s = 0.0
             self.losses.append(
@@ -131,6 +134,14 @@ class Injector:
             self._room.set()
             for name, count in vars(self._journal.ledger.balance()).items():
                 stage.metrics.gauge(f"ledger_{name}", count)
+
+    def _kept(self) -> None:
+        """This peer's own part of some committed microbatches would outlive it now."""
+        upto = self._stage.runtime.keeping.kept
+        left = [addition for addition in self._unkept if addition > upto]
+        if len(left) < len(self._unkept):
+            self._journal.keep(len(self._unkept) - len(left))
+        self._unkept = left
 
     async def evaluate(self, batches: Sequence[Microbatch], watermark: int) -> pb.LossPoint:
         """Held-out loss of the frozen snapshot of `watermark`, through the pipeline. Raises Dropped."""

@@ -1,9 +1,10 @@
 """The origin's journal: one line per injection and per end of a microbatch, so that a peer killed at any moment knows
 at its next start what it had out and where its data stands (DESIGN section 2.5, case C25).
 
-Lines: `I item`, `C sequence tokens`, `D sequence partial`, each ended by a newline; a last line without one was torn
-by the crash and is ignored. The first line `B injected committed dropped partial tokens next_sequence next_item`
-carries the sums of what was compacted away; `R item` lines after it name data that is to go out again.
+Lines: `I item`, `C sequence tokens`, `D sequence partial`, `K count` (so many of the committed ones are kept, see
+`meshd.pipeline.keeping`), each ended by a newline; a last line without one was torn by the crash and is ignored. The
+first line `B injected committed dropped partial tokens next_sequence next_item lost` carries the sums of what was
+compacted away; `R item` lines after it name data that is to go out again.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Journal:
         for sequence in list(self.ledger.open_items):
             # Some stage may have added it: the origin that could have been told is gone.
             self.ledger.drop(sequence, partial=True)
+        self.ledger.lose()
         self._file = self._compact()
 
     def __enter__(self) -> Journal:
@@ -53,6 +55,10 @@ class Journal:
         item = self.ledger.drop(sequence, partial)
         self._write(f"D {sequence} {int(partial)}\n")
         return item
+
+    def keep(self, count: int) -> None:
+        self.ledger.keep(count)
+        self._write(f"K {count}\n")
 
     def _write(self, line: str) -> None:
         if self._torn:
@@ -79,6 +85,7 @@ class Journal:
             b.tokens,
             ledger.next_sequence,
             ledger.next_item,
+            b.lost_after_commit,
         )
         lines = ["B " + " ".join(map(str, sums))] + [f"R {item}" for item in ledger.returned]
         fresh = self._path.with_suffix(".new")
@@ -124,8 +131,8 @@ def _sums(kind: str, values: list[int]) -> OriginLedger:
     """The ledger as the first line has it. Raises ValueError."""
     if kind != "B":
         raise ValueError(f"kind {kind[:20]!r} where the sums `B` come first")
-    injected, committed, dropped, partial, tokens, next_sequence, next_item = values
-    start = Balance(injected, committed, dropped, partial, 0, tokens)
+    injected, committed, dropped, partial, tokens, next_sequence, next_item, lost = values
+    start = Balance(injected, committed, dropped, partial, 0, tokens, lost)
     if not start.holds:
         raise ValueError(f"{injected} injected, but {committed} committed and {dropped} dropped")
     return OriginLedger(start, next_sequence, next_item)
@@ -140,6 +147,8 @@ def _apply(ledger: OriginLedger, kind: str, values: list[int]) -> None:
             ledger.inject(*values)
         case "C":
             ledger.commit(*values)
+        case "K":
+            ledger.keep(*values)
         case "D":
             sequence, partial = values
             ledger.drop(sequence, bool(partial))

@@ -18,7 +18,8 @@ class LedgerError(MeshdError):
 
 @dataclass(frozen=True)
 class Balance:
-    """Counts since the origin's first incarnation. `partial`: dropped, but some stage had added its gradient."""
+    """Counts since the origin's first incarnation. `partial`: dropped, but some stage had added its gradient.
+    `lost_after_commit`: committed, but the origin died before its own part of the gradient was kept anywhere."""
 
     injected: int
     committed: int
@@ -26,13 +27,14 @@ class Balance:
     partial: int
     in_flight: int
     tokens: int
+    lost_after_commit: int
 
     @property
     def holds(self) -> bool:
         return self.injected == self.committed + self.dropped + self.in_flight
 
 
-ZERO = Balance(0, 0, 0, 0, 0, 0)
+ZERO = Balance(0, 0, 0, 0, 0, 0, 0)
 
 
 class OriginLedger:
@@ -45,6 +47,7 @@ class OriginLedger:
     def __init__(self, start: Balance = ZERO, next_sequence: int = 0, next_item: int = 0) -> None:
         self._injected, self._committed, self._dropped = start.injected, start.committed, start.dropped
         self._partial, self._tokens = start.partial, start.tokens
+        self._lost, self._unkept = start.lost_after_commit, 0
         self.next_sequence = next_sequence
         self.next_item = next_item
         self.returned: list[int] = []
@@ -65,7 +68,19 @@ class OriginLedger:
         """Its gradient has come back; `tokens` label tokens are committed."""
         self._close(sequence)
         self._committed += 1
+        self._unkept += 1
         self._tokens += tokens
+
+    def keep(self, count: int) -> None:
+        """The origin's own part of `count` committed microbatches would outlive it now."""
+        if count > self._unkept:
+            raise LedgerError(f"{count} microbatches kept where {self._unkept} were committed and not kept")
+        self._unkept -= count
+
+    def lose(self) -> None:
+        """The incarnation has ended: what was not kept is lost."""
+        self._lost += self._unkept
+        self._unkept = 0
 
     def drop(self, sequence: int, partial: bool) -> int:
         """It will not come back. Returns its data item, which goes out again."""
@@ -83,7 +98,13 @@ class OriginLedger:
 
     def balance(self) -> Balance:
         return Balance(
-            self._injected, self._committed, self._dropped, self._partial, len(self.open_items), self._tokens
+            self._injected,
+            self._committed,
+            self._dropped,
+            self._partial,
+            len(self.open_items),
+            self._tokens,
+            self._lost,
         )
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from meshd import PROTOCOL_VERSION
 from meshd.observe.log import event
 from meshd.pipeline.author import Author
-from meshd.pipeline.downstream import Cargo, Downstream, Result
+from meshd.pipeline.downstream import Cargo, Downstream, Passed, Result
 from meshd.pipeline.dropped import Busy, Corrupt, Dropped, NoPrior, Refused
+from meshd.pipeline.keeping import Debts
 from meshd.pipeline.router import Router
 from meshd.pipeline.runtime import Work
 from meshd.pipeline.stage import Replica, Stage
@@ -42,6 +43,7 @@ class Onward:
         self._router = Router(stage.rng)
         self._links: dict[tuple[str, int], Downstream] = {}
         self._tasks: asyncio.TaskGroup | None = None
+        self._debts = Debts()
         # Set and replaced whenever a route may have opened: credit, a new replica, a link that came up.
         self._changed = asyncio.Event()
         self.waiting_for: str = ""
@@ -63,11 +65,23 @@ class Onward:
             while True:
                 await self._stage.clock.sleep(_LOOK_S)
                 self.wake()
+                self._count_lost()
                 if self._stage.counter.total > told:
                     told = self._stage.counter.total
                     counts = self._stage.counter.to_proto()
                     for link in list(self._links.values()):
                         link.progress(counts)
+
+    def _count_lost(self) -> None:
+        """Peers that are neither announced nor linked have died or left, and took along what was not kept."""
+        known = {
+            replica.peer_id
+            for hop in self._stage.runtime.model.hops
+            if not hop.head
+            for replica in self._stage.around.replicas(self._stage.hops[hop.index + 1].stage)
+        }
+        self._debts.gone(known | {peer for peer, _ in self._links})
+        self._stage.metrics.gauge("lost_after_commit", self._debts.lost)
 
     def wake(self) -> None:
         """Routes may have changed: let those who wait look again."""
@@ -154,6 +168,8 @@ class Onward:
         try:
             result = await self._link(replica, trip.hop).carry(self._offer(trip), trip.cargo)
             elapsed = self._stage.clock.monotonic() - began
+            if isinstance(result, Passed):
+                self._debts.returned(replica.peer_id, result.incarnation, result.addition)
             self._stage.metrics.count(
                 "evaluation_sent_bytes" if trip.evaluate else "activation_sent_bytes", size
             )
@@ -242,8 +258,12 @@ class Onward:
             hop=hop,
             incarnation=self._stage.incarnation,
         )
+
+        def kept(message: pb.Kept) -> None:
+            self._debts.kept(replica.peer_id, message.incarnation, message.upto)
+
         link = Downstream(
-            opening, replica.address, lambda: self._credit(replica.peer_id), self._stage.counter.merge
+            opening, replica.address, lambda: self._credit(replica.peer_id), self._stage.counter.merge, kept
         )
         if self._stage.runtime.crossings[hop - 1].prior is not None:
             link.announce(self.author.current(hop - 1))

@@ -19,6 +19,7 @@ from meshd.optim.schedule import StepGate, learning_rate
 from meshd.pipeline import heap
 from meshd.pipeline.crossing import Crossing, needs_priors
 from meshd.pipeline.exhaustion import out_of_memory
+from meshd.pipeline.keeping import Keeping
 from meshd.priors.boundary import BoundaryPrior
 from meshd.priors.features import TokenFeatures
 from meshd.priors.stats import BoundaryStats
@@ -74,11 +75,13 @@ class Pace:
 
 @dataclass(frozen=True)
 class Returned:
-    """Result of a backward pass. gradient: for the previous hop, None at the hop that embeds. measured: enough of what
+    """Result of a backward pass. gradient: for the previous hop, None at the hop that embeds. addition: its number
+    (`meshd.pipeline.keeping`). measured: enough of what
     crosses the boundary behind this hop for a prior of it, if it has become enough with this pass."""
 
     gradient: Draft | None
     step: StepReport | None
+    addition: int
     measured: BoundaryStats | None = None
 
 
@@ -103,6 +106,7 @@ class StageRuntime:
         self.crossings = {n: Crossing(n, wire, self.features, hidden) for n in ends}
         self.optimizer = InnerOptimizer(model.trainable(), run.spec.optim)
         self.version = 0
+        self.keeping = Keeping()
         self.finished = False
         self._gate = StepGate(run.spec.batch_tokens)
         # With a ring, stage 0 sees a microbatch's gradient twice; its tokens count once, when they come back last.
@@ -217,19 +221,22 @@ class StageRuntime:
             outliers = hidden.codec.outliers(hidden.quantized)
             context = replace(self.incoming(hop, work), direction="backward", outliers=outliers)
             draft = self.crossings[hop - 1].draft(outgoing, context)
+        self.keeping.added += 1
         step = None
         if hop == self.counting_hop and not self.finished:
             tokens = work.batch.label_tokens
             self.optimizer.added(tokens)
             if self._gate.add(tokens, pace.live_replicas):
                 step = self._step(pace.global_tokens)
-        return Returned(draft, step)
+        return Returned(draft, step, self.keeping.added)
 
     def _step(self, global_tokens: int) -> StepReport:
         spec = self.run.spec
         lr = learning_rate(spec.optim, global_tokens // spec.batch_tokens, spec.total_steps)
         report = self.optimizer.step(lr)
         self.version += not report.skipped
+        # Skipped ones as well: their gradient was not finite, and is thrown away.
+        self.keeping.stepped = self.keeping.added
         if self.device.type == "cpu":
             heap.give_back()
         return report
@@ -253,6 +260,7 @@ class StageRuntime:
         """Take over the run's result. From now on microbatches still pass, but nothing is learnt from them."""
         self.adopt(weights)
         self.finished = True
+        self.keeping.stepped = self.keeping.added
 
     @torch.no_grad()
     def forward_frozen(self, hop: int, work: Work, hidden: Readied | None, model: StageModel) -> Draft:

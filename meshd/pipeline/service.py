@@ -96,10 +96,10 @@ class Pipeline:
                 raise
         self._returned(hop, returned, work.batch.label_tokens)
         if returned.gradient is None:
-            return Passed(loss, None)
+            return Passed(loss, None, returned.addition, self.stage.incarnation)
         back = await asyncio.to_thread(returned.gradient.frame)
         self.stage.metrics.count("gradient_sent_bytes", len(back.payload))
-        return Passed(loss, back)
+        return Passed(loss, back, returned.addition, self.stage.incarnation)
 
     async def _hidden(self, hop: int, work: Work) -> Readied | None:
         """The hop's input after the CPU half of decoding: entropy decoders must not keep the device waiting. From the

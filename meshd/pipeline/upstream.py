@@ -35,6 +35,8 @@ _MAX_UNREAD = 4096
 _MAX_ORIGIN = 128
 # Priors kept for a link: its present one, and that of frames that were written before the change.
 _KEPT_PRIORS = 2
+# What is kept is left out while so much waits on the link.
+_KEPT_BYTES = 1 << 20
 # A prior that could not be fetched is not asked for again so soon.
 _FETCH_AGAIN_S = 10.0
 
@@ -67,6 +69,7 @@ class Intake:
         self._seen = SeenAttempts()
         self._links: set[_Link] = set()
         self.draining = False
+        pipeline.stage.runtime.keeping.listeners.append(self._tell_kept)
 
     @property
     def held(self) -> int:
@@ -92,6 +95,10 @@ class Intake:
             raise
         finally:
             self._links.discard(link)
+
+    def _tell_kept(self) -> None:
+        for link in self._links:
+            link.tell_kept()
 
     def _check_open(self, open: pb.LinkOpen) -> None:
         if open.protocol != PROTOCOL_VERSION:
@@ -195,6 +202,13 @@ class _Link:
                 self._pipeline.stage.around.priors.release(name)
             for key in list(self._held):
                 self._forget(key)
+
+    def tell_kept(self) -> None:
+        """Say what would outlive this peer. Left out while much waits on the link: the next one says more."""
+        stage = self._pipeline.stage
+        if self._sender.queued_bytes < _KEPT_BYTES:
+            kept = pb.Kept(incarnation=stage.incarnation, upto=stage.runtime.keeping.kept)
+            self._sender.post(pb.LinkMessage(kept=kept))
 
     def credit(self) -> None:
         """Tell a neighbour that was sent away that there is room."""
@@ -332,6 +346,8 @@ class _Link:
             gradient=passed.gradient.header,
             loss=passed.loss,
             committed=self._pipeline.stage.counter.to_proto(),
+            incarnation=passed.incarnation,
+            addition=passed.addition,
         )
         await self._sender.send(pb.LinkMessage(gradient=header), Priority.BACKWARD)
         for chunk in split(offer.id, offer.hop, passed.gradient.payload):

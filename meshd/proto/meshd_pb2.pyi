@@ -44,7 +44,7 @@ class RecordEnvelope(_message.Message):
     def __init__(self, record: _Optional[bytes] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Record(_message.Message):
-    __slots__ = ("run_id", "peer_id", "name", "role", "stage", "state", "address", "maddrs", "protocol", "incarnation", "version", "weight_version", "tokens_per_s", "expires", "committed", "claimed")
+    __slots__ = ("run_id", "peer_id", "name", "role", "stage", "state", "address", "maddrs", "protocol", "incarnation", "version", "weight_version", "tokens_per_s", "expires", "committed", "claimed", "capacity_tokens_per_s", "memory_bytes", "pinned", "moving_to", "moving_since")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +61,11 @@ class Record(_message.Message):
     EXPIRES_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     CLAIMED_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    MOVING_TO_FIELD_NUMBER: _ClassVar[int]
+    MOVING_SINCE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     peer_id: str
     name: str
@@ -77,7 +82,12 @@ class Record(_message.Message):
     expires: float
     committed: _containers.RepeatedCompositeFieldContainer[Count]
     claimed: float
-    def __init__(self, run_id: _Optional[str] = ..., peer_id: _Optional[str] = ..., name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., stage: _Optional[int] = ..., state: _Optional[_Union[PeerState, str]] = ..., address: _Optional[str] = ..., maddrs: _Optional[_Iterable[str]] = ..., protocol: _Optional[int] = ..., incarnation: _Optional[int] = ..., version: _Optional[int] = ..., weight_version: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., expires: _Optional[float] = ..., committed: _Optional[_Iterable[_Union[Count, _Mapping]]] = ..., claimed: _Optional[float] = ...) -> None: ...
+    capacity_tokens_per_s: float
+    memory_bytes: int
+    pinned: bool
+    moving_to: int
+    moving_since: float
+    def __init__(self, run_id: _Optional[str] = ..., peer_id: _Optional[str] = ..., name: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., stage: _Optional[int] = ..., state: _Optional[_Union[PeerState, str]] = ..., address: _Optional[str] = ..., maddrs: _Optional[_Iterable[str]] = ..., protocol: _Optional[int] = ..., incarnation: _Optional[int] = ..., version: _Optional[int] = ..., weight_version: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., expires: _Optional[float] = ..., committed: _Optional[_Iterable[_Union[Count, _Mapping]]] = ..., claimed: _Optional[float] = ..., capacity_tokens_per_s: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., pinned: bool = ..., moving_to: _Optional[int] = ..., moving_since: _Optional[float] = ...) -> None: ...
 
 class Count(_message.Message):
     __slots__ = ("origin", "tokens")
@@ -217,7 +227,7 @@ class LossPoint(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., loss: _Optional[float] = ..., time: _Optional[float] = ..., label_tokens: _Optional[int] = ...) -> None: ...
 
 class LinkMessage(_message.Message):
-    __slots__ = ("open", "offer", "answer", "chunk", "gradient", "eval_result", "drop", "cancel", "credit", "progress", "prior")
+    __slots__ = ("open", "offer", "answer", "chunk", "gradient", "eval_result", "drop", "cancel", "credit", "progress", "prior", "kept")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
     ANSWER_FIELD_NUMBER: _ClassVar[int]
@@ -229,6 +239,7 @@ class LinkMessage(_message.Message):
     CREDIT_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     PRIOR_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     open: LinkOpen
     offer: Offer
     answer: Answer
@@ -240,7 +251,8 @@ class LinkMessage(_message.Message):
     credit: Credit
     progress: Progress
     prior: PriorNotice
-    def __init__(self, open: _Optional[_Union[LinkOpen, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., gradient: _Optional[_Union[Gradient, _Mapping]] = ..., eval_result: _Optional[_Union[EvalResult, _Mapping]] = ..., drop: _Optional[_Union[Drop, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., prior: _Optional[_Union[PriorNotice, _Mapping]] = ...) -> None: ...
+    kept: Kept
+    def __init__(self, open: _Optional[_Union[LinkOpen, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., answer: _Optional[_Union[Answer, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., gradient: _Optional[_Union[Gradient, _Mapping]] = ..., eval_result: _Optional[_Union[EvalResult, _Mapping]] = ..., drop: _Optional[_Union[Drop, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., prior: _Optional[_Union[PriorNotice, _Mapping]] = ..., kept: _Optional[_Union[Kept, _Mapping]] = ...) -> None: ...
 
 class LinkOpen(_message.Message):
     __slots__ = ("run_id", "protocol", "peer_id", "name", "hop", "incarnation")
@@ -357,18 +369,30 @@ class Chunk(_message.Message):
     def __init__(self, id: _Optional[_Union[MicrobatchId, _Mapping]] = ..., hop: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Gradient(_message.Message):
-    __slots__ = ("id", "hop", "gradient", "loss", "committed")
+    __slots__ = ("id", "hop", "gradient", "loss", "committed", "incarnation", "addition")
     ID_FIELD_NUMBER: _ClassVar[int]
     HOP_FIELD_NUMBER: _ClassVar[int]
     GRADIENT_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDITION_FIELD_NUMBER: _ClassVar[int]
     id: MicrobatchId
     hop: int
     gradient: TensorHeader
     loss: float
     committed: _containers.RepeatedCompositeFieldContainer[Count]
-    def __init__(self, id: _Optional[_Union[MicrobatchId, _Mapping]] = ..., hop: _Optional[int] = ..., gradient: _Optional[_Union[TensorHeader, _Mapping]] = ..., loss: _Optional[float] = ..., committed: _Optional[_Iterable[_Union[Count, _Mapping]]] = ...) -> None: ...
+    incarnation: int
+    addition: int
+    def __init__(self, id: _Optional[_Union[MicrobatchId, _Mapping]] = ..., hop: _Optional[int] = ..., gradient: _Optional[_Union[TensorHeader, _Mapping]] = ..., loss: _Optional[float] = ..., committed: _Optional[_Iterable[_Union[Count, _Mapping]]] = ..., incarnation: _Optional[int] = ..., addition: _Optional[int] = ...) -> None: ...
+
+class Kept(_message.Message):
+    __slots__ = ("incarnation", "upto")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    UPTO_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    upto: int
+    def __init__(self, incarnation: _Optional[int] = ..., upto: _Optional[int] = ...) -> None: ...
 
 class EvalResult(_message.Message):
     __slots__ = ("id", "hop", "loss_sum", "label_tokens")

@@ -218,7 +218,7 @@ class PipelineServicer(object):
 
     def Link(self, request_iterator, context):
         """Opened by the upstream neighbour, kept open. Upstream sends LinkOpen first; then Offer, Chunk, Cancel, Progress.
-        Downstream sends Answer, Gradient, Chunk, EvalResult, Drop, Credit. Both send PriorNotice.
+        Downstream sends Answer, Gradient, Chunk, EvalResult, Drop, Credit, Kept. Both send PriorNotice.
         Either side may end the stream: then all that is in flight on it is lost to the other side, which sends it
         elsewhere (upstream) or discards it (downstream).
         """

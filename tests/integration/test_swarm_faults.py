@@ -56,6 +56,7 @@ def test_a_replica_is_killed_while_it_works(
             await stepped(s, "a0", 3)
             s.network.tap = sent = Payloads("a0:1")
             await s.until(lambda: sent.targets["b1:1"] > 0)  # it is on its way
+            dead = s.stage_peer("b1")
             await s.kill("b1")
             await s.finished("a0", "a1")
             account = s.account("a0")
@@ -63,6 +64,8 @@ def test_a_replica_is_killed_while_it_works(
             assert not account.open
             assert account.tokens >= spec.stop_tokens
             assert s.counted("microbatches_added", "b1") > 0
+            # It exchanged after every step: only what it had added since, and had not told, is lost.
+            assert s.counted("lost_after_commit", "a0") <= 4 < dead.runtime.keeping.added
             # What was with the dead peer went to the other one, at once, from what its neighbour still had.
             assert 0 < s.replayed() == sent.repeated()
             assert account.dropped == 0
@@ -78,7 +81,7 @@ def test_the_only_replica_of_a_stage_is_replaced(
 ) -> None:
     """A newcomer under another name takes the stage over, from the seed's newest snapshot, as nobody has newer."""
     added = Additions(monkeypatch)
-    spec = spec_for(tiny_model, adapt_text, 8, snapshot={"every_tokens": 2 * 4 * 32})
+    spec = spec_for(tiny_model, adapt_text, 20, snapshot={"every_tokens": 6 * 4 * 32})
 
     async def main() -> None:
         async with swarm(spec, tmp_path) as s:
@@ -86,7 +89,10 @@ def test_the_only_replica_of_a_stage_is_replaced(
             await s.gathered(["a0"], ["a1"])
             kept = s.store("seed")
             await s.until(lambda: any(name.startswith("snapshot/1/") for name in kept.names()))
+            keeping = s.stage_peer("a1").runtime.keeping
+            await s.until(lambda: keeping.added > keeping.kept + 4)
             await s.kill("a1")
+            unkept = keeping.added - keeping.kept
             s.start("b1", 1)
             await s.until(lambda: s.peers["b1"].me.state == pb.PEER_STATE_WORKING)
             assert s.peers["b1"].me.weight_version >= 2
@@ -95,6 +101,8 @@ def test_the_only_replica_of_a_stage_is_replaced(
             assert account.holds
             assert not account.open
             assert account.tokens >= spec.stop_tokens
+            # All that died with it but what was on its way back: that was computed again.
+            assert unkept - 4 <= s.counted("lost_after_commit", "a0") <= unkept
         added.check()
 
     run_virtual(main())
@@ -171,6 +179,8 @@ def test_an_injector_is_killed_and_started_again(
             after = s.account("a0")
             assert after.holds
             assert not after.open
+            # Nothing was kept of its own part since it began: one replica, no snapshot yet.
+            assert s.counted("ledger_lost_after_commit", "a0") == before.committed
             # The crash is in the books: what was out counts as dropped, and as added somewhere, for all one knows.
             assert after.dropped - before.dropped >= len(before.open)
             assert after.partial >= len(before.open)

@@ -20,6 +20,7 @@ from meshd.gossip.values import FlatParameters
 from meshd.observe.metrics import Metrics
 from meshd.optim.inner import StepReport
 from meshd.optim.schedule import TokenCounter
+from meshd.pipeline.keeping import Keeping
 from meshd.pipeline.stage import Replica, Stage, Surroundings
 from meshd.pipeline.worker import DeviceWorker
 from meshd.proto import meshd_pb2 as pb
@@ -117,7 +118,7 @@ class Peer:
             name,
             name,
             0,
-            SimpleNamespace(run=run, version=3),  # type: ignore[arg-type]
+            SimpleNamespace(run=run, version=3, keeping=Keeping()),  # type: ignore[arg-type]
             self.worker,
             net.transport(f"{name}:1"),
             TokenCounter(),

@@ -17,6 +17,7 @@ from meshd.pipeline.downstream import Passed
 from meshd.pipeline.dropped import Dropped
 from meshd.pipeline.injector import Injector
 from meshd.pipeline.journal import Journal
+from meshd.pipeline.keeping import Keeping
 from meshd.proto import meshd_pb2 as pb
 from meshd.sim.clock import VirtualClock, run_virtual
 
@@ -43,7 +44,7 @@ class Pipeline:
         clock = VirtualClock()
         run = make_run([2], stop={"steps": None, "tokens": stop_tokens}, pipeline={"in_flight": 4})
         self.stage = SimpleNamespace(
-            runtime=SimpleNamespace(run=run),
+            runtime=SimpleNamespace(run=run, keeping=Keeping()),
             hops=[0, 1],
             counter=TokenCounter(),
             peer_id="me",
@@ -56,7 +57,7 @@ class Pipeline:
         await self.stage.clock.sleep(1.0)
         if id.sequence < self.dropping:
             raise Dropped(pb.Drop.REASON_NO_ROUTE, "none known")
-        return Passed(2.0, None)
+        return Passed(2.0, None, 1, 0)
 
 
 def injected(pipeline: Pipeline, path: Path, meanwhile: Callable[[Injector], None], after_s: float) -> int:

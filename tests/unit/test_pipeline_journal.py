@@ -23,7 +23,7 @@ def test_every_microbatch_is_accounted_for_once() -> None:
     assert [ledger.inject(item) for item in (0, 1, 2)] == [0, 1, 2]
     ledger.commit(1, 64)
     assert ledger.drop(0, partial=True) == 0
-    assert ledger.balance() == Balance(3, 1, 1, 1, 1, 64)
+    assert ledger.balance() == Balance(3, 1, 1, 1, 1, 64, 0)
     assert ledger.balance().holds
     assert ledger.returned == [0]
     assert ledger.inject(0) == 3
@@ -37,7 +37,7 @@ def test_the_same_microbatch_cannot_end_twice(again) -> None:
     ledger.commit(0, 1)
     with pytest.raises(LedgerError, match="microbatch 0 is not in flight"):
         again(ledger)
-    assert ledger.balance() == Balance(1, 1, 0, 0, 0, 1)
+    assert ledger.balance() == Balance(1, 1, 0, 0, 0, 1, 0)
 
 
 def test_an_attempt_is_taken_once_until_it_is_forgotten_and_memory_is_bounded() -> None:
@@ -130,7 +130,7 @@ def test_what_was_in_flight_at_a_crash_is_dropped_as_partial_and_goes_out_again(
         journal.commit(1, 100)
     for _ in range(2):  # opening twice counts once
         with Journal(path) as journal:
-            assert journal.ledger.balance() == Balance(3, 1, 2, 2, 0, 100)
+            assert journal.ledger.balance() == Balance(3, 1, 2, 2, 0, 100, 1)
             assert journal.ledger.returned == [0, 2]
             assert (journal.ledger.next_item, journal.ledger.next_sequence) == (3, 3)
 
@@ -143,7 +143,7 @@ def test_a_line_torn_by_the_crash_is_ignored(tmp_path: Path) -> None:
         journal.inject(1)
     path.write_bytes(path.read_bytes()[:-2])
     with Journal(path) as journal:
-        assert journal.ledger.balance() == Balance(1, 1, 0, 0, 0, 5)
+        assert journal.ledger.balance() == Balance(1, 1, 0, 0, 0, 5, 1)
         assert journal.inject(1) == 1
     assert Journal(path).ledger.returned == [1]
 
@@ -169,7 +169,7 @@ def test_it_does_not_grow_over_restarts(tmp_path: Path) -> None:
         ("C 0 -5", "below zero"),
         ("D 0", "not enough values"),
         ("", "unknown kind ''"),
-        ("B 9 9 0 0 9 9 9", "unknown kind 'B'"),
+        ("B 9 9 0 0 9 9 9 0", "unknown kind 'B'"),
         ("\xff\xfe", "unknown kind|decode"),
     ],
 )
@@ -185,7 +185,7 @@ def test_a_line_that_is_not_one_is_an_error_with_its_place(tmp_path: Path, line:
     assert path.read_bytes().startswith(good)
 
 
-@pytest.mark.parametrize("content", [b"", b"B 1 1", b"hello\n", b"I 0\n", b"B 5 1 1 0 9 5 5\n", b"B 1 2 3\n"])
+@pytest.mark.parametrize("content", [b"", b"B 1 1", b"hello\n", b"I 0\n", b"B 5 1 1 0 9 5 5 0\n", b"B 1 2 3\n"])
 def test_a_file_without_its_first_line_is_not_taken_for_a_new_journal(tmp_path: Path, content: bytes) -> None:
     """Starting at zero beside old data would train on it twice without a word (C25)."""
     path = tmp_path / "journal"
@@ -213,7 +213,7 @@ def test_nothing_is_written_after_half_a_line(tmp_path: Path) -> None:
         with pytest.raises(ResourceError, match="Free space and start again"):
             journal.inject(1)
     with Journal(path) as journal:
-        assert journal.ledger.balance() == Balance(1, 0, 1, 1, 0, 0)
+        assert journal.ledger.balance() == Balance(1, 0, 1, 1, 0, 0, 0)
         assert journal.ledger.returned == [0]
 
 

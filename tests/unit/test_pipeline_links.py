@@ -296,7 +296,9 @@ async def carried(script: Script, evaluate: int = 0) -> object:
 
     async with MemoryNetwork(VirtualClock()) as net, asyncio.TaskGroup() as tasks:
         net.register("replica:1", Replica())  # type: ignore[arg-type]
-        down = Downstream(opening(RUN.run_id).open, "replica:1", lambda: None, counts.extend)
+        down = Downstream(
+            opening(RUN.run_id).open, "replica:1", lambda: None, counts.extend, lambda kept: None
+        )
         running = tasks.create_task(down.run(net.transport("me:1")))
         try:
             async with asyncio.timeout(3600):
@@ -411,7 +413,9 @@ def test_a_replica_that_never_answers_is_given_up_and_told_so() -> None:
         offer, frame = microbatch()
         async with MemoryNetwork(VirtualClock()) as net, asyncio.TaskGroup() as tasks:
             net.register("replica:1", Silent())  # type: ignore[arg-type]
-            down = Downstream(opening(RUN.run_id).open, "replica:1", lambda: None, lambda counts: None)
+            down = Downstream(
+                opening(RUN.run_id).open, "replica:1", lambda: None, lambda counts: None, lambda kept: None
+            )
             running = tasks.create_task(down.run(net.transport("me:1")))
             with pytest.raises(LinkLost, match="did not answer an offer in 15 s"):
                 await down.carry(offer, Cargo(frame))
@@ -433,7 +437,9 @@ def test_whatever_a_replica_refuses_a_link_with_is_one_lost_link(refusal: MeshdE
         offer, frame = microbatch()
         async with MemoryNetwork(VirtualClock()) as net:
             net.register("replica:1", Refusing())  # type: ignore[arg-type]
-            down = Downstream(opening(RUN.run_id).open, "replica:1", lambda: None, lambda counts: None)
+            down = Downstream(
+                opening(RUN.run_id).open, "replica:1", lambda: None, lambda counts: None, lambda kept: None
+            )
             await down.run(net.transport("me:1"))  # does not raise
             with pytest.raises(LinkLost):
                 await down.carry(offer, Cargo(frame))
@@ -449,7 +455,9 @@ def test_progress_waits_for_nobody_and_stops_at_a_link_that_is_behind() -> None:
 
         async with MemoryNetwork(VirtualClock(), buffer_bytes=1000) as net, asyncio.TaskGroup() as tasks:
             net.register("replica:1", Stuck())  # type: ignore[arg-type]
-            down = Downstream(opening(RUN.run_id).open, "replica:1", lambda: None, lambda counts: None)
+            down = Downstream(
+                opening(RUN.run_id).open, "replica:1", lambda: None, lambda counts: None, lambda kept: None
+            )
             down.progress([])  # not open yet
             running = tasks.create_task(down.run(net.transport("me:1")))
             await asyncio.sleep(1)

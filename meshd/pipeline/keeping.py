@@ -1,0 +1,74 @@
+"""What would be lost with a peer: gradients that it has added, and that are nowhere else yet (DESIGN section 2.5,
+`lost_after_commit`). Pure.
+
+A peer numbers its additions over one incarnation, and says up to which number they are kept: exchanged with another
+replica, or in a state on a disk. Whoever has sent it microbatches remembers the numbers that came back with their
+gradients; those that were not kept when the peer went are lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Keeping:
+    """A peer's own books. added: gradients, all hops together; stepped: those of them in its weights; kept: those that
+    would outlive it. listeners: called when that has grown."""
+
+    added: int = 0
+    stepped: int = 0
+    kept: int = 0
+    listeners: list[Callable[[], None]] = field(default_factory=list)
+
+    def keep(self, upto: int) -> None:
+        """Additions up to this number are elsewhere now, or on the disk."""
+        if upto > self.kept:
+            self.kept = upto
+            for listener in self.listeners:
+                listener()
+
+
+@dataclass
+class _Debt:
+    incarnation: int
+    unkept: set[int] = field(default_factory=set)
+    gone: bool = False
+
+
+class Debts:
+    """What neighbours owe: additions of theirs that a microbatch counts on and that they alone have."""
+
+    def __init__(self) -> None:
+        self._debts: dict[str, _Debt] = {}
+        self._lost = 0
+
+    @property
+    def lost(self) -> int:
+        """Additions that died with peers. Falls when a peer that was taken for dead comes back as it was."""
+        return self._lost + sum(len(debt.unkept) for debt in self._debts.values() if debt.gone)
+
+    def returned(self, peer: str, incarnation: int, addition: int) -> None:
+        """A gradient came back: the peer's addition of that number."""
+        self._of(peer, incarnation).unkept.add(addition)
+
+    def kept(self, peer: str, incarnation: int, upto: int) -> None:
+        """The peer says that its additions up to a number are kept."""
+        debt = self._of(peer, incarnation)
+        debt.unkept = {number for number in debt.unkept if number > upto}
+
+    def gone(self, alive: Iterable[str]) -> None:
+        """All peers but these are gone."""
+        alive = set(alive)
+        for peer, debt in self._debts.items():
+            debt.gone |= peer not in alive
+
+    def _of(self, peer: str, incarnation: int) -> _Debt:
+        debt = self._debts.get(peer)
+        if debt is None or debt.incarnation != incarnation:
+            # Started again: it went on from what was kept.
+            self._lost += 0 if debt is None else len(debt.unkept)
+            debt = self._debts[peer] = _Debt(incarnation)
+        debt.gone = False
+        return debt
