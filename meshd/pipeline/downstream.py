@@ -164,8 +164,8 @@ class Downstream:
     async def carry(self, offer: pb.Offer, cargo: Cargo) -> Result:
         """Offer a microbatch, send its payload, wait for what comes back.
 
-        Empties `cargo` once all is sent. Raises Busy or Refused when it is not taken, Dropped when it is given up
-        later, LinkLost when the stream breaks. Cancelling tells the replica to forget it.
+        Empties `cargo` once all is sent. Raises Busy, NoPrior or Refused when it is not taken, Dropped when it is
+        given up later, LinkLost when the stream breaks. Cancelling tells the replica to forget it.
         """
         if self._lost is not None:
             raise self._lost
@@ -179,7 +179,7 @@ class Downstream:
             answer = await self._within(_ANSWER_S, pending.answer, "answer an offer")
             if answer.verdict == pb.Answer.VERDICT_BUSY:
                 raise Busy(answer.reason[:_TEXT])
-            if answer.verdict == pb.Answer.VERDICT_NO_PRIOR:
+            if answer.verdict == pb.Answer.VERDICT_NO_PRIOR and offer.hidden.prior:
                 raise NoPrior(answer.reason[:_TEXT])
             if answer.verdict != pb.Answer.VERDICT_ACCEPTED:
                 raise Refused(answer.reason[:_TEXT])

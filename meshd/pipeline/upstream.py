@@ -269,6 +269,7 @@ class _Link:
         if priors.get(name) is not None:
             self._keep(name)
         elif self._fetch is None and now >= self._fetch_after:
+            self._wanted = b""  # here, for the task may begin after more has been named
             self._fetch = tasks.create_task(self._bring(name))
         else:
             self._wanted = name
@@ -276,7 +277,6 @@ class _Link:
     async def _bring(self, name: bytes) -> None:
         stage = self._pipeline.stage
         while name:
-            self._wanted = b""
             try:
                 await stage.around.fetch_prior(stage.hops[self._hop - 1].stage, self._peer_id, name)
                 self._intake.check_prior(name, self._hop)
@@ -286,7 +286,8 @@ class _Link:
                 event(log, "prior_not_fetched", level=logging.WARNING, peer=self.name, reason=str(error))
                 self._fetch_after = stage.clock.monotonic() + _FETCH_AGAIN_S
                 break
-            name = self._wanted if self._wanted != name else b""
+            wanted, self._wanted = self._wanted, b""
+            name = wanted if wanted != name else b""
         self._fetch = None
 
     def _keep(self, name: bytes) -> None:

@@ -390,7 +390,8 @@ def test_a_drop_for_a_reason_that_is_not_known_here_is_final_and_its_text_is_cut
 
 def test_a_refusal_of_any_size_and_an_unknown_verdict_are_refusals() -> None:
     async def main() -> None:
-        for verdict in (pb.Answer.VERDICT_DROP, 0, 55):
+        # Nor can a prior be missing of a frame that names none: it would be made anew for ever.
+        for verdict in (pb.Answer.VERDICT_DROP, 0, 55, pb.Answer.VERDICT_NO_PRIOR):
             answer = {"verdict": verdict, "reason": "y" * 10**6}
             error = await carried(lambda o, a=answer: [pb.LinkMessage(answer=pb.Answer(id=o.id, **a))])  # type: ignore[misc]
             assert isinstance(error, Refused)
