@@ -81,6 +81,9 @@ Listen = Annotated[str | None, typer.Option(help="Address to listen on (default 
 Announce = Annotated[str | None, typer.Option(help="Address that others dial (default: --listen).")]
 Port = Annotated[int | None, typer.Option(help="gRPC port; 0 takes a free one.")]
 DhtPort = Annotated[int | None, typer.Option(help="libp2p port; 0 takes a free one.")]
+HttpPort = Annotated[
+    str | None, typer.Option(metavar="PORT", help="Port of /healthz; 0 takes a free one, `off` serves none.")
+]
 StateDir = Annotated[
     Path | None, typer.Option(help="Identity, snapshots, caches (default ~/.local/state/meshd).")
 ]
@@ -148,6 +151,7 @@ def run(
     announce: Announce = None,
     port: Port = None,
     dht_port: DhtPort = None,
+    http_port: HttpPort = None,
     state_dir: StateDir = None,
     device: Device = None,
     threads: Threads = None,
@@ -186,6 +190,7 @@ def join(
     announce: Announce = None,
     port: Port = None,
     dht_port: DhtPort = None,
+    http_port: HttpPort = None,
     state_dir: StateDir = None,
     device: Device = None,
     threads: Threads = None,
@@ -374,6 +379,10 @@ def _given(arguments: Mapping[str, object]) -> dict[str, object]:
     """The options of a command that are fields of the peer config and were given."""
     from meshd.config.peer import PeerConfig
 
+    # The one option that is a number or a word.
+    port = arguments.get("http_port")
+    if isinstance(port, str) and port.isdecimal():
+        arguments = {**arguments, "http_port": int(port)}
     return {
         name: str(value) if isinstance(value, StrEnum) else value
         for name, value in arguments.items()

@@ -29,6 +29,7 @@ from meshd.errors import MismatchError, ResourceError, ungrouped
 from meshd.ground import Ground
 from meshd.identity import Identity
 from meshd.observe.daemonfile import DaemonFile
+from meshd.observe.healthz import serve_health
 from meshd.observe.log import event
 from meshd.observe.metrics import watch_loop_lag, watch_memory
 from meshd.peer.directory import Self
@@ -138,6 +139,7 @@ class Daemon:
         async with (
             serve(peer.handlers, config.listen, config.port) as server,
             _closing(GrpcTransport()) as transport,
+            self._healthz(peer) as health,
             self._registered(me.run_id, run, folder, transport) as registry,
         ):
             host = announced_hosts(config.listen, config.announce)[0]
@@ -151,10 +153,20 @@ class Daemon:
                     me.maddrs = [str(address) for address in registry.maddrs()]
                     services.append(tasks.create_task(registry.run()))
                     services.append(tasks.create_task(self._remember(registry, folder)))
-                self._say_where(me)
+                self._say_where(me, health)
                 await peer.run(run, folder, registry, transport)
                 for service in services:
                     service.cancel()
+
+    @asynccontextmanager
+    async def _healthz(self, peer: Peer) -> AsyncIterator[str]:
+        """`/healthz`, from the start on (C02); its URL, empty when it is off."""
+        config = self.config
+        if config.http_port == "off":
+            yield ""
+            return
+        async with serve_health(config.http_listen, config.http_port, peer.watchdog.health) as url:
+            yield url
 
     def _run_id(self, run: ResolvedRun | None) -> str:
         if run is not None:
@@ -211,14 +223,14 @@ class Daemon:
                     event(log, "peers_not_remembered", level=logging.WARNING, reason=str(error))
             await self.clock.sleep(_REMEMBER_S)
 
-    def _say_where(self, me: Self) -> None:
+    def _say_where(self, me: Self, health: str) -> None:
         """Log the link that leads here, and leave it for commands on this machine."""
         link = self.link
         if link is None or link.file is None:
             link = SwarmLink(me.run_id, tuple(PeerAddress.parse(text) for text in me.maddrs))
         with disk_faults(self.state_dir):
-            DaemonFile(me.address, os.getpid(), me.run_id, str(link)).write(self.state_dir)
-        event(log, "listening", grpc=me.address, peer_id=me.peer_id, link=link)
+            DaemonFile(me.address, os.getpid(), me.run_id, str(link), health).write(self.state_dir)
+        event(log, "listening", grpc=me.address, peer_id=me.peer_id, link=link, health=health or "off")
 
 
 @asynccontextmanager

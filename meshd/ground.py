@@ -45,4 +45,6 @@ def hold_ground(config: PeerConfig) -> Iterator[Ground]:
             for pid in end_leftovers(identity.path):
                 log.info("ended p2pd process %s, left by a daemon that was killed", pid)
         bindable_port(config.listen, config.dht_port, "dht_port")
+        if config.http_port != "off":
+            bindable_port(config.http_listen, config.http_port, "http_port")
         yield Ground(config, state_dir, identity)

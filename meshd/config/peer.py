@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -29,6 +29,10 @@ class PeerConfig(Table):
     announce: str | None = Field(None, description="address that others dial; left out: `listen`")
     port: int = Field(0, ge=0, le=65535, description="gRPC port; 0 takes a free one")
     dht_port: int = Field(0, ge=0, le=65535, description="libp2p port; 0 takes a free one")
+    http_port: Annotated[int, Field(ge=0, le=65535)] | Literal["off"] = Field(
+        0, description="port of `/healthz` over HTTP; 0 takes a free one, `off` serves none"
+    )
+    http_listen: str = Field("127.0.0.1", description="address that `/healthz` listens on")
     device: str = Field(
         "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="`auto`, `cpu`, `cuda` or `cuda:N`"
     )

@@ -26,7 +26,7 @@ from meshd.discovery.addresses import (
 )
 from meshd.discovery.entrance import Doorway, Entrance, Timing
 from meshd.discovery.p2pd import Endpoint, P2pd  # before hivemind: it sets what grpc reads at import
-from meshd.discovery.records import RecordBook, seal, withdrawn
+from meshd.discovery.records import MAX_AHEAD_S, RecordBook, content_problem, seal, withdrawn
 from meshd.discovery.validator import RecordValidator, dht_key
 from meshd.errors import NetworkError, ResourceError
 from meshd.identity import Identity
@@ -34,11 +34,15 @@ from meshd.proto import meshd_pb2 as pb
 
 from hivemind.dht.node import DHTNode  # isort: skip
 from hivemind.dht.routing import DHTID  # isort: skip
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure  # isort: skip
 
 log = logging.getLogger(__name__)
 
 _UNKNOWN_STAGES = 16  # looked at while a joiner does not know its run: any peer can tell it
 _MAX_FROM_RECORDS = 8  # peers dialled from old records and from memory when all else fails
+_MAX_MET = 64  # peers whose addresses are kept past the end of their records
+# A p2pd that ran for so long was sound: its loss is a new one, and it is started again at once.
+_SOUND_S = 60.0
 
 
 class DhtRegistry:
@@ -64,8 +68,9 @@ class DhtRegistry:
         self._node: DHTNode | None = None
         self._maddrs: tuple[PeerAddress, ...] = ()
         self._mine: pb.Record | None = None
+        self._no_start = ""  # why p2pd does not start, at the last try
         self._entrance = Entrance(bootstrap, timing)
-        self._remembered = tuple(remembered)
+        self._met: dict[str, tuple[PeerAddress, ...]] = {**by_peer(remembered)}  # longest not seen first
         self._refreshed = False
         self._up, self._joined = asyncio.Event(), asyncio.Event()
         self._wake, self._closing = asyncio.Event(), asyncio.Event()
@@ -140,12 +145,20 @@ class DhtRegistry:
                 for value, _ in entry.value.values():
                     self._take(value, now)
         self._refreshed = True
+        self._meet(self.peers)
         self._entrance.forget(self._seen())
         return self.peers
 
     @property
     def peers(self) -> Sequence[pb.Record]:
         return self._book.live(self._clock.time(), without=self._identity.peer_id)
+
+    def heard(self, record: pb.Record) -> None:
+        """See Registry. It is not signed: what is believed of it is what its address already says for itself."""
+        now = self._clock.time()
+        if record.run_id != self._run_id or content_problem(record) or record.expires > now + MAX_AHEAD_S:
+            return
+        self._note(self._book.add(record, now))
 
     async def close(self) -> None:
         """End the node and its process. Bounded in time, idempotent; `run` returns."""
@@ -171,7 +184,8 @@ class DhtRegistry:
     def problem(self) -> str:
         """What is wrong, in one line for status and doctor; empty when nothing is."""
         if self._node is None:
-            return "the libp2p daemon is down, it is being started again"
+            why = f" ({self._no_start})" if self._no_start else ""
+            return f"the libp2p daemon is down, it is being started again{why}"
         return self._entrance.problem
 
     @property
@@ -226,6 +240,9 @@ class DhtRegistry:
         except TimeoutError as error:
             await p2pd.stop()
             raise ResourceError("the DHT node did not start: p2pd took no handlers") from error
+        except (OSError, EOFError, ControlFailure) as error:  # p2pd died meanwhile
+            await p2pd.stop()
+            raise ResourceError(f"the DHT node did not start: {str(error) or 'p2pd died'}") from error
         except BaseException:
             await p2pd.stop()
             raise
@@ -233,7 +250,7 @@ class DhtRegistry:
             await p2pd.stop()
             raise NetworkError("the registry is closed")
         self._endpoint = replace(self._endpoint, port=p2pd.port)
-        self._p2pd, self._node = p2pd, node
+        self._p2pd, self._node, self._no_start = p2pd, node, ""
         self._up.set()
 
     async def _stop_node(self) -> None:
@@ -266,9 +283,21 @@ class DhtRegistry:
 
     def _take(self, value: object, now: float) -> None:
         record = self._validator.open(value, now)
-        reason = record if isinstance(record, str) else self._book.add(record, now)
+        self._note(record if isinstance(record, str) else self._book.add(record, now))
+
+    def _note(self, reason: str | None) -> None:
         if reason:
             log.debug("record refused: %s", reason)
+
+    def _meet(self, records: Iterable[pb.Record]) -> None:
+        """Keep where peers are to be dialled: after an outage that outlasts all records, they are the way back."""
+        for record in records:
+            own = tuple(a for a in readable(record.maddrs) if a.peer_id == record.peer_id)
+            if own:
+                self._met.pop(record.peer_id, None)
+                self._met[record.peer_id] = own
+        while len(self._met) > _MAX_MET:
+            del self._met[next(iter(self._met))]
 
     def _seen(self) -> set[str]:
         return {self._identity.peer_id, *(record.peer_id for record in self.peers)}
@@ -276,12 +305,21 @@ class DhtRegistry:
     # ---- supervision ----------------------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
+        short_lives = 0
         while self._p2pd is not None and not self._closing.is_set():
+            born = self._clock.monotonic()
             reason, since = await self._p2pd.wait_dead(), self._clock.monotonic()
             if self._closing.is_set():
                 return
             await self._stop_node()
-            await self._start_again()
+            short_lives = 0 if since - born >= _SOUND_S else short_lives + 1
+            if short_lives > 1:
+                delay = self._backoff(short_lives - 2)
+                log.warning("libp2p daemon lost again (%s), started again in %.1f s", reason, delay)
+                await self._clock.sleep(delay)
+            await self._start_again(reason)
+            if self._closing.is_set():
+                return
             await self._dial_missing()
             took_s = self._clock.monotonic() - since
             if self._mine is not None and self._mine.expires > self._clock.time():
@@ -297,17 +335,20 @@ class DhtRegistry:
                 "joined" if self.joined else f"alone so far: {self.problem or 'no other peer is known'}",
             )
 
-    async def _start_again(self) -> None:
-        failures = 0
+    async def _start_again(self, lost: str) -> None:
+        """Until it runs again, or the registry is closed. Each new reason why it does not is said once."""
+        failures, told = 0, ""
         while not self._closing.is_set():
             try:
                 await self._start_node()
                 return
             except (ResourceError, NetworkError) as error:
-                delay = self._backoff(failures)
-                log.warning("libp2p daemon lost, does not start (again in %.0f s): %s", delay, error)
+                self._no_start = str(error)
+            if self._no_start != told and not self._closing.is_set():
+                told = self._no_start
+                log.warning("libp2p daemon lost (%s), does not start: %s. Trying on", lost, told)
+            await self._clock.sleep(self._backoff(failures))
             failures += 1
-            await asyncio.sleep(delay)
 
     async def _keep_joined(self) -> None:
         failures = 0
@@ -335,12 +376,8 @@ class DhtRegistry:
             return
         fallback: list[PeerAddress] = []
         if not self.joined:
-            for record in self.peers:
-                fallback += [a for a in readable(record.maddrs) if a.peer_id == record.peer_id]
-            # Records are newer than what is remembered from before the start.
-            known = {**by_peer(self._remembered), **by_peer(fallback)}
-            chosen = self._rng.sample(sorted(known), min(len(known), _MAX_FROM_RECORDS))
-            fallback = [address for peer_id in chosen for address in known[peer_id]]
+            chosen = self._rng.sample(sorted(self._met), min(len(self._met), _MAX_FROM_RECORDS))
+            fallback = [address for peer_id in chosen for address in self._met[peer_id]]
         told = await self._entrance.dial_missing(Doorway(self._p2pd, self._node, self._maddrs), fallback)
         if self.joined:
             self._joined.set()

@@ -46,5 +46,12 @@ class MemoryRegistry:
         now = self._swarm.clock.time()
         return tuple(record for record in self._peers if record.expires > now)
 
+    def heard(self, record: pb.Record) -> None:
+        self._swarm.book.add(record, self._swarm.clock.time())
+
+    @property
+    def problem(self) -> str:
+        return ""
+
     async def close(self) -> None:
         """Nothing to free; the record stays until it expires, as a dead peer's would."""

@@ -165,6 +165,8 @@ class P2pd:
                 except TimeoutError:
                     async with _control_errors("pulse"):
                         await self._control.identify()
+        except ConnectionError:
+            return f"process {self.pid} has died"
         except (OSError, NetworkError) as error:
             return f"process {self.pid} does not answer ({error})"
         finally:

@@ -30,4 +30,12 @@ class Registry(Protocol):
         A record without a state or protocol is of a peer that others say should be there, and that has not answered.
         """
 
+    def heard(self, record: pb.Record) -> None:
+        """Take in what a peer of this run has said of itself over gRPC: while the registry cannot be read, or others
+        cannot write to it, those who are known stay known. A record that does not fit is left out."""
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the registry now, in one line for people; empty when nothing is."""
+
     async def close(self) -> None: ...

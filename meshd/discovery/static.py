@@ -191,6 +191,14 @@ class StaticRegistry:
             found.append(heard if heard is not None and live else entry.record(self._run_id, now + _LIFE_S))
         return sorted(found, key=is_withdrawn)
 
+    def heard(self, record: pb.Record) -> None:
+        """Nothing: every refresh asks all peers themselves."""
+
+    @property
+    def problem(self) -> str:
+        """Why the file as it is now is not gone by; empty: it is."""
+        return self._complaint or self._disowned
+
     @property
     def listed_stage(self) -> int | None:
         """The stage that the file gives this peer; None: it chooses."""

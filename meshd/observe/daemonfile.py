@@ -14,12 +14,14 @@ NAME = "daemon.json"
 
 @dataclass(frozen=True)
 class DaemonFile:
-    """A running daemon. address: host:port of its gRPC server; link: the swarm link that leads to it."""
+    """A running daemon. address: host:port of its gRPC server; link: the swarm link that leads to it; health: URL of
+    its `/healthz`, empty when it serves none."""
 
     address: str
     pid: int
     run_id: str
     link: str
+    health: str = ""
 
     def write(self, state_dir: Path) -> None:
         """Write it whole or not at all. Raises OSError."""
@@ -32,7 +34,13 @@ class DaemonFile:
         """The daemon that wrote last; None when there is no file, or not one of ours."""
         try:
             values = json.loads((state_dir / NAME).read_text())
-            return cls(str(values["address"]), int(values["pid"]), str(values["run_id"]), str(values["link"]))
+            return cls(
+                str(values["address"]),
+                int(values["pid"]),
+                str(values["run_id"]),
+                str(values["link"]),
+                str(values.get("health", "")),
+            )
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

@@ -21,7 +21,7 @@ from meshd.transport.base import LinkLost, Transport
 # A peer whose last record is older than this is shown as silent (records are renewed several times as often).
 SILENT_S = 30.0
 
-_STATES = {
+STATES = {
     pb.PEER_STATE_STARTING: ("starting", "yellow"),
     pb.PEER_STATE_JOINING: ("joining", "yellow"),
     pb.PEER_STATE_SYNCING: ("syncing", "yellow"),
@@ -148,9 +148,11 @@ def peers_table(summary: SwarmSummary) -> Table:
 
 
 def _cells(peer: pb.PeerStatus) -> list[Text]:
-    word, style = _STATES.get(peer.state, ("unknown", "red"))
+    word, style = STATES.get(peer.state, ("unknown", "red"))
     if peer.age_s >= SILENT_S:
         word, style = f"silent for {duration(peer.age_s)}", "red"
+    elif peer.metrics.get("healthy", 1.0) == 0.0:
+        word, style = f"{word}, of no use", "red"
     holds_stage = peer.role != pb.ROLE_SEED
     return [
         Text(peer.name or peer.peer_id[-8:]),

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from meshd import PROTOCOL_VERSION
 from meshd.clock import Clock
 from meshd.discovery.registry import Registry
-from meshd.errors import NetworkError
+from meshd.errors import MeshdError, NetworkError
 from meshd.observe.log import event
 from meshd.optim.schedule import TokenCounter
 from meshd.pipeline.stage import Replica
 from meshd.proto import meshd_pb2 as pb
+from meshd.transport.base import Transport
 
 log = logging.getLogger(__name__)
 
 RENEW_S = 3.0
 # A record outlives some lost renewals; a peer that died is noticed by its streams long before.
 LIFETIME_S = 30.0
+
+# A record that ends so soon has not been renewed for five turns: the peer is asked itself.
+_UNRENEWED_S = 12.0
+_ANSWER_S = 3.0
+_SAY_AGAIN_S = 300.0
+_KEPT = "the registry shows no renewal of its record, but it answers"
 
 _SERVING = (pb.PEER_STATE_WORKING, pb.PEER_STATE_FINISHED)
 
@@ -52,12 +60,16 @@ class Directory:
     counter: TokenCounter
     clock: Clock
     on_change: Callable[[], None] = lambda: None
+    transport: Transport | None = None
     _version: int = field(default=0, init=False)
+    _unannounced: str = field(default="", init=False)  # why, as last logged
+    _kept: dict[str, float] = field(default_factory=dict, init=False)  # when it was last said
     _seen: dict[str, str] = field(default_factory=dict, init=False)
     _announcing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def announce(self) -> None:
-        """Publish this peer's record as it is now. A failure is logged; the next renewal tries again."""
+        """Publish this peer's record as it is now. A failure is logged, once for each reason; the next renewal tries
+        again."""
         # One at a time: a record that arrives after a newer one is refused, and looks like a fault.
         async with self._announcing:
             await self._announce()
@@ -67,7 +79,14 @@ class Directory:
         try:
             await self.registry.announce(self.record())
         except NetworkError as error:
-            event(log, "announce_failed", level=logging.WARNING, reason=str(error))
+            if str(error) != self._unannounced:
+                self._unannounced = str(error)
+                hint = "working on with the peers that are known"
+                event(log, "announce_failed", level=logging.WARNING, reason=self._unannounced, hint=hint)
+            return
+        if self._unannounced:
+            self._unannounced = ""
+            event(log, "announced_again")
 
     def record(self) -> pb.Record:
         """This peer, as it is now."""
@@ -93,13 +112,59 @@ class Directory:
         )
 
     async def refresh(self) -> Sequence[pb.Record]:
-        """Read the registry anew."""
-        peers = await self.registry.refresh()
+        """Read the registry anew; ask those themselves whose records it no longer renews."""
+        await self.registry.refresh()
+        await self._ask_silent()
+        peers = self.registry.peers
         for peer in peers:
             self.counter.merge(peer.committed)
         self._report(peers)
         self.on_change()
         return peers
+
+    async def _ask_silent(self) -> None:
+        """Keep those known who live, although the registry shows no renewal of theirs: it cannot be read here, or not
+        be written to there. Whoever does not answer either is forgotten when its record ends."""
+        end = self.clock.time() + _UNRENEWED_S
+        silent = [
+            peer for peer in self.peers if peer.expires < end and peer.state != pb.PEER_STATE_UNSPECIFIED
+        ]
+        answers = await asyncio.gather(*(self._ask(peer) for peer in silent))
+        for peer, record in zip(silent, answers, strict=True):
+            if record is not None:
+                self.registry.heard(record)
+                self._say_kept(peer)
+
+    def _say_kept(self, peer: pb.Record) -> None:
+        now = self.clock.monotonic()
+        if now - self._kept.get(peer.peer_id, -math.inf) >= _SAY_AGAIN_S:
+            self._kept[peer.peer_id] = now
+            event(log, "peer_kept", peer=peer.name or peer.peer_id[-8:], reason=_KEPT)
+
+    async def _ask(self, peer: pb.Record) -> pb.Record | None:
+        """What a peer says of itself; None when it does not answer, or another one does."""
+        if self.transport is None:
+            return None
+        me = self.me
+        hello = pb.HelloRequest(
+            run_id=me.run_id,
+            protocol=PROTOCOL_VERSION,
+            peer_id=me.peer_id,
+            name=me.name,
+            role=me.role,
+            stage=me.stage,
+            incarnation=me.incarnation,
+        )
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                reply = await self.transport.hello(peer.address, hello)
+        except (MeshdError, TimeoutError):
+            return None
+        record = reply.record
+        if record.peer_id != peer.peer_id or record.run_id != me.run_id:
+            return None
+        record.address = peer.address
+        return record
 
     async def run(self) -> None:
         """Announce and refresh until cancelled."""

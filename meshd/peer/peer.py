@@ -24,6 +24,7 @@ from meshd.peer.resolve import BUNDLES, save_run
 from meshd.peer.seed import SeedPeer
 from meshd.peer.stage import StagePeer
 from meshd.peer.status import StatusBoard
+from meshd.peer.watchdog import Watchdog
 from meshd.pipeline import heap
 from meshd.proto import meshd_pb2 as pb
 from meshd.state.bundle import BundleStore
@@ -42,6 +43,8 @@ class Peer:
         self.metrics = Metrics(clock)
         self.status = StatusBoard(me, clock, self.metrics)
         self.handlers = DaemonHandlers(me, clock, self.status)
+        self.watchdog = Watchdog(me, self.metrics, clock, lambda: self.status.doing(), self.status.waits)
+        self.status.health = self.watchdog.health
         self.role: SeedPeer | StagePeer | None = None
         self._playing: asyncio.Task[None] | None = None
         self._left = False
@@ -58,14 +61,17 @@ class Peer:
         """Until the run has ended or the peer has left. run: None: the swarm is asked; folder: for its files."""
         directory = Directory(self.me, registry, TokenCounter(), self._clock)
         self.status.directory, self.status.transport = directory, transport
+        directory.transport = transport
         parts = Parts(folder, directory, transport, self.handlers, self.status, self.metrics)
         async with asyncio.TaskGroup() as tasks:
             renewing = tasks.create_task(directory.run())
+            watching = tasks.create_task(self.watchdog.run())
             self._playing = tasks.create_task(self._play(run, parts))
             if self._left:
                 self._playing.cancel()
             await asyncio.wait({self._playing})
             renewing.cancel()
+            watching.cancel()
         await registry.withdraw()
 
     async def _play(self, run: ResolvedRun | None, parts: Parts) -> None:

@@ -21,6 +21,8 @@ from meshd.state.manifest import snapshots_among
 log = logging.getLogger(__name__)
 
 _POLL_S = 2.0
+# A look that takes longer brings something, or hangs.
+_LOOKS_S = 60.0
 
 
 class SeedPeer:
@@ -33,10 +35,12 @@ class SeedPeer:
         self._directory: Directory = supply.directory
         self._leaving = asyncio.Event()
         self._doing = "getting the base model"
+        self._looked: float | None = None
 
     async def run(self) -> None:
         me = self._directory.me
         self._status.doing = lambda: self._doing
+        self._status.waiting = self._waits
         self._handlers.donor = Donor(
             self._supply.store,
             self._run.run_id,
@@ -67,6 +71,7 @@ class SeedPeer:
         while True:
             self._doing = "keeping the run's state for others"
             await self._collect()
+            self._looked = supply.clock.monotonic()
             await supply.clock.sleep(_POLL_S)
 
     async def _collect(self) -> None:
@@ -77,6 +82,7 @@ class SeedPeer:
             if not await self._bring(watermark):
                 return
             event(log, "snapshot_kept", tokens=watermark, stages=self._run.stages)
+            self._status.metrics.count("snapshots_kept")
             for stage in range(self._run.stages):
                 await asyncio.to_thread(self._supply.store.prune, f"snapshot/{stage}", spec.snapshot.keep)
         ended = any(peer.state == pb.PEER_STATE_FINISHED for peer in self._directory.stage_peers(0))
@@ -88,6 +94,13 @@ class SeedPeer:
             self._doing = "the run has ended; serving its result"
             await self._directory.announce()
             event(log, "run_finished", tokens=self._directory.counter.total)
+
+    def _waits(self) -> str:
+        """Why nothing new is kept: a good reason while this peer looks after it."""
+        now = self._supply.clock.monotonic()
+        if self._looked is None or now - self._looked > _LOOKS_S:
+            return ""
+        return "no newer snapshot of all stages is there yet"
 
     async def _offered(self) -> list[int]:
         """Watermarks that stage 0 has a snapshot of and this seed has not."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from meshd.clock import Clock
 from meshd.config.runspec import ResolvedRun
 from meshd.errors import MeshdError
+from meshd.observe.health import Health, reason_to_wait
 from meshd.observe.metrics import Metrics
 from meshd.peer.directory import Directory, Self
 from meshd.proto import meshd_pb2 as pb
@@ -22,7 +23,7 @@ class StatusBoard:
     """Answers `Peer.Status`. The role's service fills in what it knows."""
 
     def __init__(self, me: Self, clock: Clock, metrics: Metrics) -> None:
-        self._me, self._clock, self._metrics = me, clock, metrics
+        self._me, self._clock, self.metrics = me, clock, metrics
         self.run: ResolvedRun | None = None
         self.directory: Directory | None = None
         self.transport: Transport | None = None
@@ -30,6 +31,9 @@ class StatusBoard:
         self.losses: Callable[[], Iterable[pb.LossPoint]] = tuple
         self.evaluations: list[pb.LossPoint] = []
         self.last_error: Callable[[], str] = str
+        # Of the role: a good reason to do nothing now; empty: there is none.
+        self.waiting: Callable[[], str] = str
+        self.health: Callable[[], Health] | None = None
         # What others said last: a peer that has gone takes its losses with it otherwise.
         self._heard: dict[str, pb.StatusReply] = {}
 
@@ -53,8 +57,8 @@ class StatusBoard:
                 weight_version=me.weight_version,
                 tokens_per_s=me.tokens_per_s,
                 doing=self.doing(),
-                metrics=self._metrics.snapshot(),
-                last_error=self.last_error(),
+                metrics=self.metrics.snapshot(),
+                last_error=self._problems(),
             ),
             losses=list(self.losses())[-_MAX_LOSSES:],
             evaluations=self.evaluations,
@@ -66,6 +70,31 @@ class StatusBoard:
         if self.directory is not None:
             reply.global_tokens = self.directory.counter.total
         return reply
+
+    def _problems(self) -> str:
+        """All that is wrong now: what the role says, the registry, and that nothing useful is done."""
+        health = None if self.health is None else self.health()
+        found = [
+            self.last_error(),
+            "" if self.directory is None else self.directory.registry.problem,
+            "" if health is None or health.ok else health.why,
+        ]
+        return "; ".join(text for text in found if text)
+
+    def waits(self) -> str:
+        """A good reason of this peer to do no useful work now; empty: there is none."""
+        directory, run = self.directory, self.run
+        if directory is None or run is None:
+            return ""
+        me, total = self._me, directory.counter.total
+        others = [stage for stage in range(run.stages) if stage != me.stage]
+        return reason_to_wait(
+            missing=[stage for stage in others if not directory.stage_peers(stage)],
+            over=total >= run.spec.stop_tokens,
+            evaluating=total == 0 and self.metrics.value("device_busy_share") > 0,
+            alone="" if directory.peers else directory.registry.problem,
+            own=self.waiting(),
+        )
 
     async def _ask_all(self) -> list[pb.PeerStatus]:
         assert self.directory is not None

@@ -21,10 +21,13 @@ from meshd.discovery.addresses import PeerAddress
 from meshd.discovery.dht import DhtRegistry
 from meshd.discovery.entrance import Timing
 from meshd.discovery.p2pd import Endpoint
+from meshd.discovery.p2pd_process import P2pdProcess
 from meshd.discovery.validator import dht_key
 from meshd.errors import ConfigError, NetworkError, ResourceError
 from meshd.identity import Identity, peer_id_of
 from meshd.proto import meshd_pb2 as pb
+
+from hivemind.dht.node import DHTNode  # isort: skip
 
 RUN = "ab" * 20
 FAST = Timing(call_s=8.0, dial_s=4.0, retry_s=0.05, retry_max_s=0.2, remix_s=0.5)
@@ -190,6 +193,113 @@ def test_c13_and_c30_on_uvloop(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(scenario())
+
+
+async def test_c13_a_p2pd_that_dies_again_and_again_is_started_with_pauses(
+    start: Starter, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = await start()
+    ended: set[int | None] = {None}
+    for version in range(3):
+        pid = peer.registry.p2pd_pid
+        assert pid is not None
+        ended.add(pid)
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: peer.registry.p2pd_pid not in ended, "it is started again")
+        await peer.registry.announce(peer.record(version=version))
+    assert peer.registry.problem == ""
+    await until(lambda: caplog.text.count("started again as process") == 3, "each loss is said")
+    assert caplog.text.count("lost again") == 2, "the first one was started again at once"
+
+
+async def test_c13_while_p2pd_cannot_start_peers_stay_known_and_the_reason_is_said_once(
+    start: Starter, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seed = await start()
+    peer = await start(seed.registry.maddrs())
+    await seed.registry.announce(seed.record())
+    assert await peer.sees() == {seed.identity.peer_id}
+    right, tries = P2pdProcess.start, 0
+
+    async def broken(*_: object) -> P2pdProcess:
+        nonlocal tries
+        tries += 1
+        raise OSError("no such binary")
+
+    monkeypatch.setattr(P2pdProcess, "start", broken)
+    assert peer.registry.p2pd_pid is not None
+    os.kill(peer.registry.p2pd_pid, signal.SIGKILL)
+    await until(lambda: tries >= 4, "it is tried again and again")
+    assert caplog.text.count("does not start") == 1
+    assert "no such binary" in peer.registry.problem
+    assert {r.peer_id for r in await peer.registry.refresh()} == {seed.identity.peer_id}
+    with pytest.raises(NetworkError, match="no such binary"):
+        await peer.registry.announce(peer.record(version=2))
+    # What the seed says of itself over gRPC keeps it known past the end of its record.
+    said = seed.record(version=3)
+    said.expires = time.time() + 300
+    peer.registry.heard(said)
+    assert [r.expires for r in peer.registry.peers] == [said.expires]
+    foreign = seed.record(version=4)
+    foreign.run_id = "cd" * 20
+    peer.registry.heard(foreign)
+    assert [r.version for r in peer.registry.peers] == [3], "a peer of another run is not taken in"
+    monkeypatch.setattr(P2pdProcess, "start", right)
+    await until(lambda: peer.registry.p2pd_pid is not None, "it runs again")
+    await until(lambda: peer.registry.joined, "and has joined")
+    assert peer.registry.problem == ""
+
+
+async def test_c13_p2pd_that_dies_while_the_node_starts_is_one_more_try(
+    start: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """hivemind raises what its sockets raise: none of it may end the daemon."""
+    peer = await start()
+    right, kills = DHTNode.create, iter([True, True, False])
+
+    async def create(**options: object) -> DHTNode:
+        if next(kills, False):
+            started = [pid for pid in _p2pds() if pid != first]
+            os.kill(started[-1], signal.SIGKILL)
+            await until(lambda: not psutil.pid_exists(started[-1]) or _zombie(started[-1]), "p2pd is dead")
+        return await right(**options)
+
+    monkeypatch.setattr(DHTNode, "create", create)
+    first = peer.registry.p2pd_pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: peer.registry.p2pd_pid not in (first, None), "it is up at last")
+    await peer.registry.announce(peer.record())
+
+
+def _zombie(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+async def test_all_bootstrap_peers_dead_and_all_records_old_the_others_are_the_way_back(
+    start: Starter,
+) -> None:
+    """C12: peers met in the meantime are dialled when no bootstrap address answers any more."""
+    seed = await start()
+    one, other = await start(seed.registry.maddrs()), await start(seed.registry.maddrs())
+    for peer in (one, other):
+        record = peer.record()
+        record.expires = time.time() + 3
+        await peer.registry.announce(record)
+    assert other.identity.peer_id in await one.sees()
+    await seed.registry.close()
+    pid = one.registry.p2pd_pid
+    assert pid is not None
+    await until(lambda: one.registry.peers == (), "the records have ended")
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: one.registry.p2pd_pid not in (pid, None), "p2pd is started again")
+    async with asyncio.timeout(30):
+        while not one.registry.joined:  # noqa: ASYNC110 - another process changes it
+            await asyncio.sleep(0.05)
+    assert "connection refused" in one.registry.problem, "the dead seed is named"
 
 
 async def test_a_p2pd_that_hangs_is_replaced(start: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
