@@ -71,7 +71,8 @@ def spec_plan(wire: WireSpec, boundaries: int) -> Plan:
         codec_named(codecs.forward, f"{table}.forward")
         codec_named(codecs.backward, f"{table}.backward")
         pairs.append(Pair(codecs.forward, codecs.backward))
-    return Plan("run spec", tuple(pairs))
+    name = f"run spec ({pairs[0]})" if len(set(pairs)) == 1 else "run spec"
+    return Plan(name, tuple(pairs))
 
 
 def reference_plans(rows: int, columns: int, hidden: int, token_id_bytes: int, boundaries: int) -> list[Plan]:

@@ -49,6 +49,8 @@ def test_the_run_specs_codecs_by_boundary() -> None:
         forward="spectral", backward="int8", boundary={1: BoundarySpec(forward="int4", backward="dense")}
     )
     assert spec_plan(wire, 3).pairs == (("spectral", "int8"), ("int4", "dense"), ("spectral", "int8"))
+    assert spec_plan(wire, 3).name == "run spec"
+    assert spec_plan(WireSpec(backward="int8"), 3).name == "run spec (dense/int8)"
     wrong = WireSpec(boundary={1: BoundarySpec(backward="nothing")})
     with pytest.raises(ConfigError, match=r"wire\.boundary\.1\.backward = 'nothing'"):
         spec_plan(wrong, 3)
