@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from meshd.errors import MismatchError
-from meshd.wire import bits, coded, entropy, mask, quantize
+from meshd.wire import bits, coded, entropy, expected, mask, quantize
 from meshd.wire.codec import Codec, CodecContext, Frame, Quantized, make_frame, tensor_bytes
 from meshd.wire.payload import (
     REFERENCE,
@@ -30,11 +29,6 @@ from meshd.wire.rate import RateLoop
 from meshd.wire.side import Side, side_of
 from meshd.wire.spec import MaskedSpec
 
-if TYPE_CHECKING:
-    from meshd.priors.boundary import BoundaryPrior
-
-# One token in so many may be marked an outlier, which costs eight times as much as others or more.
-_TOKENS_PER_OUTLIER = 32
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -64,7 +58,7 @@ class Masked(Codec):
         if spec.values == "packed":
             return size + _room(tokens, self._budget(hidden))
         budget = -(-tokens * self._budget(hidden) // 8)
-        outliers = _most_outliers(tokens) * hidden
+        outliers = expected.most_outliers(tokens) * hidden
         return (
             size
             + coded.STEP.size
@@ -92,20 +86,27 @@ class Masked(Codec):
     # ---- encoding ------------------------------------------------------------------------------------------
 
     def quantize(self, tensor: Tensor, context: CodecContext, rate: RateLoop | None = None) -> Quantized:
-        spec, hidden = self.spec, tensor.shape[-1]
+        hidden = tensor.shape[-1]
         x = tensor.detach().reshape(-1, hidden).float()
         raw: list[Tensor | bytes] = []
         outlier = None
         if self._marked:
-            outlier = self._outliers(x, context)
-            x = x - self._predicted(context, outlier)
+            outlier = expected.outliers(x, context)
+            x = x - expected.value(context, self.spec.predictor, outlier)
             raw.append(bits.pack(outlier, 1))
         side = self._side(context, x.device)
         # Each token at a size near 1 goes through the products: what is finite stays so.
         peak = power_of_two(x)
         x = x / peak
         z = x if side is None else self._fitted(x @ side.encode, hidden)
-        if spec.mask == "topk":
+        about = tuple(tensor.shape), tensor.dtype, context.prior_name
+        if self.spec.values == "entropy":
+            assert outlier is not None
+            assert side is not None
+            few = x[outlier]
+            del x
+            return self._coded(raw, about, z, few, outlier, peak, side, rate)
+        if self.spec.mask == "topk":
             largest = mask.top_columns(z, self._keep(hidden))
             raw.append(mask.pack_columns(largest, hidden))
             columns: Tensor | None = largest
@@ -114,60 +115,57 @@ class Masked(Codec):
         if columns is not None:
             z = z.gather(1, columns)
         z = z * self._rescale(z, x)
-        what = (tuple(tensor.shape), tensor.dtype)
-        if spec.values == "bf16":
+        raw += self._values_of(z, peak, side, columns, hidden)
+        shape, dtype, name = about
+        return Quantized(shape, dtype, joined(raw), name)
+
+    def _values_of(
+        self, z: Tensor, peak: Tensor, side: Side | None, columns: Tensor | None, hidden: int
+    ) -> list[Tensor | bytes]:
+        """Gains and values (N, kept) of all kinds but entropy-coded ones, as they cross."""
+        if self.spec.values == "bf16":
             most = torch.finfo(torch.bfloat16).max
-            return Quantized(
-                *what, joined([*raw, (z * peak).clamp(-most, most).bfloat16()]), context.prior_name
-            )
+            return [(z * peak).clamp(-most, most).bfloat16()]
+        if self.spec.values == "int8":
+            reference, index, gain = gains(gain_to_127(z), peak)
+            return [REFERENCE.pack(reference), index, to_int8(z / gain)]
         unit = z / self._scale(side, columns, hidden)
-        if spec.values == "int8":
-            gain = gain_to_127(z)
-        else:
-            gain = unit.square().mean(1, keepdim=True).sqrt()
-        if spec.values == "entropy":
-            assert outlier is not None
-            assert side is not None
-            gain = torch.where(outlier[:, None], gain_to_127(x), gain)
+        reference, index, gain = gains(_rms(unit), peak)
+        return [REFERENCE.pack(reference), index, *self._packed(unit / gain, side, hidden)]
+
+    def _coded(
+        self,
+        raw: list[Tensor | bytes],
+        about: tuple[tuple[int, ...], torch.dtype, bytes],
+        z: Tensor,
+        few: Tensor,
+        outlier: Tensor,
+        peak: Tensor,
+        side: Side,
+        rate: RateLoop | None,
+    ) -> coded.EntropyCoded:
+        """Entropy-coded coordinates z (N, K), which it overwrites; few: outliers, in columns of the tensor."""
+        gain = _rms(z / side.scale).masked_scatter_(outlier[:, None], gain_to_127(few))
         reference, index, gain = gains(gain, peak)
-        raw += [REFERENCE.pack(reference), index]
-        if spec.values == "int8":
-            raw.append(to_int8(z / gain))
-        elif spec.values == "packed":
-            raw += self._packed(unit / gain, side, hidden)
-        else:
-            assert outlier is not None
-            assert side is not None
-            few, index = to_int8(x[outlier] / gain[outlier]), index[:, 0]
-            # All tokens have one step: what counts is the sum of errors, and large tokens are worth more bits. A token
-            # that is to be zero there is divided by infinity here.
-            common = torch.where(index > 0, reference / peak[:, 0], torch.inf)
-            z, lift = (z / common[:, None])[~outlier], coded.lifts(index)[~outlier]
-            budget = len(x) * self._budget(hidden)
-            step, levels, classes = coded.quantized(z, lift, side, budget, 8 * few.numel(), rate)
-            raw += [coded.STEP.pack(step), few]
-            there = levels.cpu().numpy(), classes.cpu().numpy()
-            return coded.EntropyCoded(*what, joined(raw), context.prior_name, *there, side.tables)
-        return Quantized(*what, joined(raw), context.prior_name)
+        few = to_int8(few / gain[outlier])
+        # All tokens have one step: what counts is the sum of errors, and large tokens are worth more bits. A token
+        # that is to be zero there is divided by infinity here.
+        common = torch.where(index > 0, reference / peak, torch.inf)
+        z = z.div_(common)[~outlier]
+        hidden = about[0][-1]
+        budget = len(outlier) * self._budget(hidden)
+        lift = coded.lifts(index[~outlier, 0])
+        step, levels, classes = coded.quantized(z, lift, side, budget, 8 * few.numel(), rate)
+        raw = [*raw, REFERENCE.pack(reference), index, coded.STEP.pack(step), few]
+        shape, dtype, name = about
+        there = levels.cpu().numpy(), classes.cpu().numpy()
+        return coded.EntropyCoded(shape, dtype, joined(raw), name, *there, side.tables)
 
     def write(self, quantized: Quantized) -> Frame:
         payload = quantized.raw
         if isinstance(quantized, coded.EntropyCoded):
             payload += entropy.encode(quantized.levels, quantized.classes, quantized.tables)
         return make_frame(self.name, quantized, payload)
-
-    def _outliers(self, x: Tensor, context: CodecContext) -> Tensor:
-        """(N,) bool, at most one token in 32. On the way back those of the way there."""
-        if context.direction == "backward":
-            if context.outliers is None:
-                return torch.zeros(len(x), dtype=torch.bool, device=x.device)
-            return context.outliers.to(x.device)
-        norm = _norm(x)[:, 0]
-        far = norm > _prior(context).outlier_norm
-        if int(far.sum()) > _most_outliers(len(x)):
-            farthest = norm.topk(_most_outliers(len(x))).indices
-            far = torch.zeros_like(far).index_fill_(0, farthest, True)
-        return far
 
     def outliers(self, quantized: Quantized) -> Tensor | None:
         tokens = int(torch.Size(quantized.shape[:-1]).numel())
@@ -178,24 +176,17 @@ class Masked(Codec):
     def _marks_of(self, raw: Cursor, tokens: int) -> Tensor:
         """(N,) bool. Raises MismatchError for more marks than there may be."""
         outlier = bits.unpack(raw.take(self._marks(tokens)), 1, tokens).bool()
-        if int(outlier.sum()) > _most_outliers(tokens):
+        if int(outlier.sum()) > expected.most_outliers(tokens):
             raise MismatchError(f"{self.name}: {int(outlier.sum())} of {tokens} tokens marked as outliers")
         return outlier
 
-    def _predicted(self, context: CodecContext, outlier: Tensor) -> Tensor:
-        """(N, H): what both ends expect of the tensor."""
-        prior, device = _prior(context).on(outlier.device), outlier.device
-        if context.direction == "backward" or self.spec.predictor == "none":
-            return torch.zeros((), device=device)
-        if self.spec.predictor == "mean":
-            usual = prior.mean
-        else:
-            usual = _from_tokens(prior, context)
-        return torch.where(outlier[:, None], prior.outlier_mean, usual)
-
     def _side(self, context: CodecContext, device: torch.device) -> Side | None:
         """The prior's basis of this direction; None: the identity."""
-        return None if self.spec.basis == "identity" else side_of(_prior(context), context.direction, device)
+        return (
+            None
+            if self.spec.basis == "identity"
+            else side_of(expected.prior_of(context), context.direction, device)
+        )
 
     def _fitted(self, z: Tensor, hidden: int) -> Tensor:
         """A mask of a fixed number of coordinates finds zeros where the prior's basis is cut."""
@@ -300,7 +291,7 @@ class Masked(Codec):
             gain = torch.where(outlier[:, None], gain, reference)
         x = z if gain is None else z * gain
         if outlier is not None:
-            x = x + self._predicted(context, outlier)
+            x = x + expected.value(context, self.spec.predictor, outlier)
         most = torch.finfo(quantized.dtype).max
         return x.clamp(-most, most).to(quantized.dtype).reshape(quantized.shape)
 
@@ -358,28 +349,14 @@ class Masked(Codec):
         return g.to(gradient.dtype).reshape(gradient.shape)
 
 
-def _prior(context: CodecContext) -> BoundaryPrior:
-    if context.prior is None:
-        raise MismatchError(f"boundary {context.boundary} has no prior yet")
-    return context.prior
-
-
-def _from_tokens(prior: BoundaryPrior, context: CodecContext) -> Tensor:
-    """(N, H): what the prior predicts from the token ids."""
-    if context.features is None:
-        raise MismatchError("the run's token features are not here")
-    features = context.features.features(context.ids.reshape(-1))
-    predictor = prior.on(features.device).predictor.float()
-    return features @ predictor[:-1] + predictor[-1]
-
-
 def _room(tokens: int, budget: int) -> int:
     """Bytes of Lloyd-Max indices of `budget` bits per token: each of the widths may end in a byte of its own."""
     return bits.packed_bytes(tokens * budget, 1) + quantize.MOST_BITS
 
 
-def _most_outliers(tokens: int) -> int:
-    return max(1, tokens // _TOKENS_PER_OUTLIER)
+def _rms(x: Tensor) -> Tensor:
+    """(N, 1)"""
+    return x.square().mean(1, keepdim=True).sqrt()
 
 
 def _norm(x: Tensor) -> Tensor:

@@ -147,9 +147,9 @@ def allot(
 def levels(x: torch.Tensor, rounding: torch.Tensor | float) -> torch.Tensor:
     """Uniform quantizer with a dead zone: int32 sign(x) * floor(|x| + rounding), same shape.
 
-    x: in steps; what is under 1 - rounding gives 0. rounding: -0.5 to 0.5, a number or a tensor of x's shape; 0.5
+    x: in steps; what is under 1 - rounding gives 0. rounding: at most 0.5, a number or a tensor of x's shape; 0.5
     rounds to nearest, less widens the dead zone where an entropy coder saves more than the error costs. Levels end at
     +-2^24.
     """
-    magnitude = x.abs().float().add_(rounding).floor_().clamp_(0, _LARGEST_LEVEL)
-    return magnitude.copysign_(x.float()).to(torch.int32)
+    magnitude = x.float().abs().add_(rounding).floor_().clamp_(0, _LARGEST_LEVEL)
+    return magnitude.copysign_(x).to(torch.int32)

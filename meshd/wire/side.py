@@ -78,11 +78,15 @@ class Side:
     def levels(self, unit: Tensor, classes: Tensor) -> tuple[Tensor, float]:
         """(N, K) int32 levels of values in steps (N, K), and the bits that they take."""
         constants = _constants(self, unit.device)
-        row = classes.long()
-        least, most, low = (bound[row] for bound in (constants.least, constants.most, constants.low))
-        levels = quantize.levels(unit, constants.rounding[row]).clamp(least, most)
-        symbols = (levels >> low) + row * entropy.SYMBOLS + entropy.SYMBOLS // 2
-        return levels, float(constants.cost[symbols].sum())
+        row = classes.int()
+        levels = quantize.levels(unit, _looked_up(constants.rounding, row))
+        low = _looked_up(constants.low, row)
+        bound = (entropy.SYMBOLS // 2) << low
+        torch.minimum(levels, bound - 1, out=levels)
+        torch.maximum(levels, bound.neg_(), out=levels)
+        del bound
+        symbols = (levels >> low).add_(row, alpha=entropy.SYMBOLS).add_(entropy.SYMBOLS // 2)
+        return levels, float(_looked_up(constants.cost, symbols).sum())
 
     def widths(self, budget: int) -> list[tuple[int, Tensor]]:
         """Coordinates by the bits that Lloyd-Max gives them, ascending; those without are left out. Integers only."""
@@ -104,8 +108,6 @@ def side_of(prior: BoundaryPrior, direction: Direction, device: torch.device) ->
 class _Constants(NamedTuple):
     """By class as a byte, (256,), UNCODED among them; cost: by class and symbol, flat."""
 
-    least: Tensor
-    most: Tensor
     low: Tensor
     rounding: Tensor
     cost: Tensor
@@ -113,13 +115,17 @@ class _Constants(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _constants(side: Side, device: torch.device) -> _Constants:
-    classes = np.arange(256, dtype=np.uint8)
     unused = 256 - entropy.CLASSES
-    least, most = entropy.level_bounds(classes)
     low = np.pad(entropy.LOW_BITS.astype(np.int32), (0, unused))
-    rounding = np.pad(entropy.ROUNDING, (0, unused))
+    # The dead zone of what is not coded ends beyond all values.
+    rounding = np.pad(entropy.ROUNDING, (0, unused), constant_values=-1e30)
     cost = np.pad(side.tables.cost, ((0, unused), (0, 0))).reshape(-1)
-    return _Constants(*(torch.from_numpy(each).to(device) for each in (least, most, low, rounding, cost)))
+    return _Constants(*(torch.from_numpy(each).to(device) for each in (low, rounding, cost)))
+
+
+def _looked_up(table: Tensor, index: Tensor) -> Tensor:
+    """table[index]; int32 will do for an index here, at half of the memory."""
+    return table.index_select(0, index.view(-1)).view(index.shape)
 
 
 @lru_cache(maxsize=64)
