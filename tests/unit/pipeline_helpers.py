@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from meshd.pipeline.upstream import Intake
 from meshd.pipeline.worker import DeviceWorker
 from meshd.priors.boundary import BoundaryPrior
 from meshd.priors.features import TokenFeatures
+from meshd.priors.fit import fit
 from meshd.priors.store import PriorStore
 from meshd.proto import meshd_pb2 as pb
 from meshd.sim.clock import VirtualClock
@@ -151,6 +153,41 @@ def gradients(runtimes: list[StageRuntime]) -> dict[str, torch.Tensor]:
         for name, parameter in runtime.model.trainable().items()
         if parameter.grad is not None
     }
+
+
+def flat(runtime: StageRuntime) -> torch.Tensor:
+    """Accumulated gradients of one stage as one vector."""
+    return torch.cat([value.flatten() for value in gradients([runtime]).values()])
+
+
+# ---- priors -------------------------------------------------------------------------------------------------------
+
+PRIOR_TOKENS = 512
+
+
+def masked_run(there: str, back: str, cut: tuple[int, ...] = (2,), **wire: Any) -> ResolvedRun:
+    """A run with these codecs. wire: more of its table."""
+    values = {"forward": there, "backward": back, "prior_tokens": PRIOR_TOKENS, **wire}
+    return make_run(list(cut), wire=values, pipeline={"store_mb": 1})
+
+
+@cache
+def fitted_prior(first: int = 0) -> BoundaryPrior:
+    """A prior of boundary 0 of the models here, from microbatches; another `first` gives another."""
+    runtimes = make_runtimes(masked_run("spectral", "spectral"))
+    for number in range(PRIOR_TOKENS):
+        measured = train(runtimes, make_batch(first + number), seed=number)[1][-1].measured
+        if measured is not None:
+            return fit(measured, 0)
+    raise AssertionError("it was never enough")
+
+
+def using(run: ResolvedRun, prior: BoundaryPrior | None) -> list[StageRuntime]:
+    """Runtimes whose first boundary has a prior."""
+    runtimes = make_runtimes(run)
+    if prior is not None:
+        runtimes[0].crossings[0].use(prior)
+    return runtimes
 
 
 def no_priors() -> PriorStore:

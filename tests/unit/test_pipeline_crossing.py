@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -277,6 +277,10 @@ class Neighbour:
         return [message.prior.prior for message in self.heard if message.HasField("prior")]
 
 
+def link_to(address: str, on_credit: Callable[[], None]) -> Downstream:
+    return Downstream(opening(RUN.run_id).open, address, on_credit, lambda counts: None, lambda kept: None)
+
+
 @asynccontextmanager
 async def linked(*neighbours: Neighbour) -> AsyncIterator[list[Downstream]]:
     """A link to each neighbour."""
@@ -284,7 +288,7 @@ async def linked(*neighbours: Neighbour) -> AsyncIterator[list[Downstream]]:
         links, running = [], []
         for number, neighbour in enumerate(neighbours):
             net.register(f"{number}:1", neighbour)  # type: ignore[arg-type]
-            link = Downstream(opening(RUN.run_id).open, f"{number}:1", lambda: None, lambda counts: None)
+            link = link_to(f"{number}:1", lambda: None)
             links.append(link)
             running.append(tasks.create_task(link.run(net.transport("me:1"))))
         yield links
@@ -330,9 +334,7 @@ def test_what_a_neighbour_says_that_it_has_wakes_those_who_wait_and_is_bounded()
     async def main() -> None:
         async with MemoryNetwork(VirtualClock()) as net, asyncio.TaskGroup() as tasks:
             net.register("chatty:1", Chatty())  # type: ignore[arg-type]
-            link = Downstream(
-                opening(RUN.run_id).open, "chatty:1", lambda: woken.append(link.knows), lambda counts: None
-            )
+            link = link_to("chatty:1", lambda: woken.append(link.knows))
             running = tasks.create_task(link.run(net.transport("me:1")))
             await asyncio.sleep(1)
             running.cancel()

@@ -9,35 +9,38 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from pipeline_helpers import (
+    PRIOR_TOKENS,
     ROWS,
     TOKENS,
     back,
     backward,
     chunks_of,
     evil,
+    fitted_prior,
+    flat,
     forward,
     gradients,
     head,
     make_batch,
-    make_run,
     make_runtimes,
+    masked_run,
     numbered,
     replies,
     taker,
     there,
     train,
+    using,
     works,
 )
 
 from meshd.config.runspec import ResolvedRun
 from meshd.errors import MeshdError, MismatchError, NetworkError
 from meshd.model.loss import token_loss
-from meshd.pipeline.runtime import Returned, StageRuntime, Work
+from meshd.pipeline.runtime import Returned, Work
 from meshd.priors.boundary import BoundaryPrior
 from meshd.priors.fit import fit
 from meshd.priors.stats import BoundaryStats
@@ -51,38 +54,8 @@ from meshd.wire import CodecContext, Frame, codec_named
 from meshd.wire.autograd import Boundary
 
 HIDDEN = RANK = 32
-PRIOR_TOKENS = 512
-
-
-def run_of(there: str, back: str, cut: tuple[int, ...] = (2,), **wire: Any) -> ResolvedRun:
-    values = {"forward": there, "backward": back, "prior_tokens": PRIOR_TOKENS, **wire}
-    return make_run(list(cut), wire=values, pipeline={"store_mb": 1})
-
-
 SPECTRAL = "spectral:bits=4"
-RUN = run_of(SPECTRAL, SPECTRAL)
-
-
-def measure(runtimes: list[StageRuntime], first: int = 0) -> tuple[BoundaryStats, int]:
-    """Train until boundary 0 is measured. Returns the statistics and how many microbatches it took."""
-    for number in range(1000):
-        measured = train(runtimes, make_batch(first + number), seed=number)[1][-1].measured
-        if measured is not None:
-            return measured, number + 1
-    raise AssertionError("it was never enough")
-
-
-@cache
-def fitted(first: int = 0) -> BoundaryPrior:
-    """A prior of boundary 0 of the models here; another `first` gives another."""
-    return fit(measure(make_runtimes(RUN), first)[0], 0)
-
-
-def using(run: ResolvedRun, prior: BoundaryPrior | None) -> list[StageRuntime]:
-    runtimes = make_runtimes(run)
-    if prior is not None:
-        runtimes[0].crossings[0].use(prior)
-    return runtimes
+RUN = masked_run(SPECTRAL, SPECTRAL)
 
 
 def sent(returned: Returned) -> Frame:
@@ -93,10 +66,6 @@ def sent(returned: Returned) -> Frame:
 def said(frame: Frame | None) -> tuple[str, bytes]:
     assert frame is not None
     return frame.header.codec, frame.header.prior
-
-
-def flat(runtime: StageRuntime) -> torch.Tensor:
-    return torch.cat([value.flatten() for value in gradients([runtime]).values()])
 
 
 # ---- runtimes -----------------------------------------------------------------------------------------------------
@@ -131,7 +100,7 @@ def test_a_prior_is_fitted_from_what_crossed_safely_and_named_by_frames_both_way
 
 
 def test_every_boundary_measures_for_itself() -> None:
-    run = run_of(SPECTRAL, SPECTRAL, (1, 3), prior_tokens=48, boundary={0: {"forward": "dense"}})
+    run = masked_run(SPECTRAL, SPECTRAL, (1, 3), prior_tokens=48, boundary={0: {"forward": "dense"}})
     runtimes = make_runtimes(run)
     measured = [[each.measured for each in train(runtimes, make_batch(n))[1]] for n in range(2)]
     assert measured[0] == [None] * 3
@@ -149,7 +118,7 @@ def test_every_boundary_measures_for_itself() -> None:
 @pytest.mark.parametrize("family", ["spectral", "lloyd"])
 def test_gradients_are_near_the_uncompressed_ones_and_less_so_with_fewer_bits(family: str) -> None:
     def trained(there: str, back: str, prior: BoundaryPrior | None) -> list[torch.Tensor]:
-        runtimes = using(run_of(there, back), prior)
+        runtimes = using(masked_run(there, back), prior)
         for number in range(4):
             train(runtimes, make_batch(1000 + number), seed=number)
         return [flat(runtime) for runtime in runtimes]
@@ -158,7 +127,7 @@ def test_gradients_are_near_the_uncompressed_ones_and_less_so_with_fewer_bits(fa
     cosines = []
     for bits in (4, 2, 1, 0.5):
         codec = f"{family}:bits={bits}"
-        found = trained(codec, codec, fitted())
+        found = trained(codec, codec, fitted_prior())
         cosines.append(
             [float(torch.cosine_similarity(a, b, dim=0)) for a, b in zip(found, true, strict=True)]
         )
@@ -170,7 +139,7 @@ def test_gradients_are_near_the_uncompressed_ones_and_less_so_with_fewer_bits(fa
 
 
 def test_told_to_be_safe_a_runtime_does_without_its_prior_both_ways() -> None:
-    runtimes = using(RUN, fitted())
+    runtimes = using(RUN, fitted_prior())
     work = works(make_batch(1), 2)
     work[1].frame = forward(runtimes[0], 0, work[0], safe=True)
     assert work[0].onward is None
@@ -179,11 +148,11 @@ def test_told_to_be_safe_a_runtime_does_without_its_prior_both_ways() -> None:
     assert said(sent(last)) == ("int8", b"")
     assert origin.measured is None  # it has a prior, and needs no other
     there(runtimes, work)
-    assert said(work[1].frame) == (SPECTRAL, fitted().name)
+    assert said(work[1].frame) == (SPECTRAL, fitted_prior().name)
 
 
 def test_what_went_out_under_one_prior_comes_back_under_it_after_a_change() -> None:
-    old, new = fitted(), fitted(500)
+    old, new = fitted_prior(), fitted_prior(500)
     assert old.name != new.name
     results = []
     for changes in (False, True):
@@ -203,7 +172,7 @@ def test_what_went_out_under_one_prior_comes_back_under_it_after_a_change() -> N
 
 def test_a_forward_pass_that_is_done_again_after_a_change_goes_by_the_new_prior() -> None:
     """It is sent elsewhere: the gradient of the first attempt would be refused, were it still to come."""
-    old, new = fitted(), fitted(500)
+    old, new = fitted_prior(), fitted_prior(500)
     runtimes = using(RUN, old)
     work = works(make_batch(1), 2)
     there(runtimes, work)
@@ -236,13 +205,13 @@ def in_one_process(run: ResolvedRun, prior: BoundaryPrior, work: Work, exact: bo
 def test_gradients_are_multiplied_by_the_adjoint_when_the_run_says_so(codec: str) -> None:
     found: dict[bool, list[torch.Tensor]] = {}
     for exact in (False, True):
-        run = run_of(codec, "dense32", exact_adjoint=exact, boundary={})
-        runtimes = using(run, fitted())
+        run = masked_run(codec, "dense32", exact_adjoint=exact, boundary={})
+        runtimes = using(run, fitted_prior())
         work = works(make_batch(1, labels=0.7), 2)
         there(runtimes, work)
         back(runtimes, work)
         found[exact] = [flat(runtime) for runtime in runtimes]
-        expected = in_one_process(run, fitted(), work[0], exact)
+        expected = in_one_process(run, fitted_prior(), work[0], exact)
         for got, want in zip(found[exact], expected, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
     # Behind the boundary nothing is masked; before it the two differ much.
@@ -295,13 +264,13 @@ class Source:
 
 def another(number: int, boundary: int = 0) -> BoundaryPrior:
     """The same prior under another name."""
-    return replace(fitted(), measured=number, boundary=boundary, name=b"").sealed()
+    return replace(fitted_prior(), measured=number, boundary=boundary, name=b"").sealed()
 
 
 @cache
 def microbatch(named: bool = True) -> tuple[pb.Offer, bytes]:
     """A true offer of hop 1, and its payload. named: under the prior; else it fits any run."""
-    first = using(RUN, fitted() if named else None)[0]
+    first = using(RUN, fitted_prior() if named else None)[0]
     work = works(make_batch(1), 1)[0]
     frame = forward(first, 0, work)
     id = pb.MicrobatchId(origin="origin")
@@ -335,8 +304,8 @@ NO_PRIOR, DROP, ACCEPTED = pb.Answer.VERDICT_NO_PRIOR, pb.Answer.VERDICT_DROP, p
 
 def test_a_microbatch_whose_prior_is_not_here_is_taken_once_it_was_fetched(tmp_path: Path) -> None:
     async def main() -> None:
-        source, name = Source(tmp_path), fitted().name
-        source.offer(fitted())
+        source, name = Source(tmp_path), fitted_prior().name
+        source.offer(fitted_prior())
         _, payload = microbatch()
         async with taker(RUN, source.store, source.fetch) as (t, net), evil(net, RUN) as duplex:
             for sequence in range(3):
@@ -368,13 +337,13 @@ def test_a_microbatch_whose_prior_is_not_here_is_taken_once_it_was_fetched(tmp_p
 def test_a_notice_of_a_prior_that_is_here_is_answered_at_once(tmp_path: Path) -> None:
     async def main() -> None:
         source = Source(tmp_path)
-        await source.store.put(fitted().to_bytes())
+        await source.store.put(fitted_prior().to_bytes())
         async with taker(RUN, source.store, source.fetch) as (_, net), evil(net, RUN) as duplex:
             for _ in range(3):
-                await duplex.send(notice(fitted().name))
-            assert [m.prior.prior for m in await replies(duplex, 3)] == [fitted().name] * 3
+                await duplex.send(notice(fitted_prior().name))
+            assert [m.prior.prior for m in await replies(duplex, 3)] == [fitted_prior().name] * 3
             assert source.asked == []
-            assert source.held == [fitted().name]
+            assert source.held == [fitted_prior().name]
 
     run_virtual(main())
 
@@ -382,7 +351,7 @@ def test_a_notice_of_a_prior_that_is_here_is_answered_at_once(tmp_path: Path) ->
 @pytest.mark.parametrize("how", ["of another boundary", "too short", "too long", "where none are taken"])
 def test_a_prior_that_frames_cannot_name_is_refused(tmp_path: Path, how: str) -> None:
     async def main() -> None:
-        run = run_of("int8", "int8") if how == "where none are taken" else RUN
+        run = masked_run("int8", "int8") if how == "where none are taken" else RUN
         source = Source(tmp_path, boundaries=2)
         elsewhere = another(0, boundary=1)
         await source.store.put(elsewhere.to_bytes())
@@ -452,8 +421,8 @@ def test_a_fetch_that_failed_is_not_repeated_for_10_s_however_many_offers_come(t
             assert len(source.asked) == 1
             assert t.intake.held == 0
             await clock.sleep(0.2)
-            source.offer(fitted())
-            await duplex.send(naming(fitted().name, 5000))
+            source.offer(fitted_prior())
+            await duplex.send(naming(fitted_prior().name, 5000))
             assert kinds(await replies(duplex, 3)) == ["answer", "prior", "credit"]
             assert len(source.asked) == 2
 
@@ -467,7 +436,7 @@ def test_a_neighbour_that_names_ever_more_priors_has_two_of_them_kept_and_one_fe
         source = Source(tmp_path, keep=1)
         priors = [another(number) for number in range(8)]
         source.offer(*priors)
-        async with taker(RUN, source.store, source.fetch) as (t, net):
+        async with taker(RUN, source.store, source.fetch) as (_, net):
             async with evil(net, RUN) as duplex:
                 # A thousand at once: the first, and what was named last.
                 await duplex.send(notice(priors[0].name))
@@ -497,15 +466,15 @@ def test_priors_are_let_go_when_the_link_ends_and_a_fetch_under_way_with_them(
 ) -> None:
     async def main() -> None:
         source = Source(tmp_path)
-        source.offer(fitted(), fitted(500))
-        async with taker(RUN, source.store, source.fetch) as (t, net):
+        source.offer(fitted_prior(), fitted_prior(500))
+        async with taker(RUN, source.store, source.fetch) as (_, net):
             try:
                 async with evil(net, RUN) as duplex:
-                    await duplex.send(notice(fitted().name))
+                    await duplex.send(notice(fitted_prior().name))
                     await replies(duplex, 1)
-                    assert source.held == [fitted().name]
+                    assert source.held == [fitted_prior().name]
                     source.delay_s = 1000.0
-                    await duplex.send(notice(fitted(500).name))
+                    await duplex.send(notice(fitted_prior(500).name))
                     await asyncio.sleep(0.1)
                     assert source.running == 1
                     if how == "refused":
@@ -524,9 +493,9 @@ def test_priors_are_let_go_when_the_link_ends_and_a_fetch_under_way_with_them(
 
 def test_a_microbatch_that_is_under_way_keeps_its_prior_whatever_is_named_after_it(tmp_path: Path) -> None:
     async def main() -> None:
-        source, name = Source(tmp_path, keep=1), fitted().name
+        source, name = Source(tmp_path, keep=1), fitted_prior().name
         later = [another(number) for number in (5, 6, 7)]
-        source.offer(fitted(), *later)
+        source.offer(fitted_prior(), *later)
         offer, payload = microbatch()
         async with taker(RUN, source.store, source.fetch) as (t, net), evil(net, RUN) as duplex:
             await duplex.send(notice(name))
