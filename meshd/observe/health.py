@@ -38,7 +38,8 @@ class Situation:
     """What there is to judge by. Times are monotonic seconds.
 
     state: as the peer announces it, since `state_since`. doing: in its own words. useful: its last useful work, done
-    `useful_at` (None: none yet). waiting: a good reason to do nothing now; empty: there is none.
+    `useful_at` (None: none yet). waiting: a good reason to do nothing now; empty: there is none. excused_at: when there
+    last was one: from then on it has its minute again.
     """
 
     state: pb.PeerState
@@ -47,6 +48,7 @@ class Situation:
     useful: str = ""
     useful_at: float | None = None
     waiting: str = ""
+    excused_at: float | None = None
 
 
 def judge(situation: Situation, now: float) -> Health:
@@ -65,7 +67,9 @@ def judge(situation: Situation, now: float) -> Health:
         return Health(True, f"{word}: {done}")
     if situation.waiting:
         return Health(True, f"waiting: {situation.waiting} ({done})")
-    return Health(False, f"no useful work for {duration(quiet)} ({done}): {situation.doing}")
+    if situation.excused_at is not None:
+        quiet = min(quiet, now - situation.excused_at)
+    return Health(quiet <= USEFUL_S, f"no useful work for {duration(quiet)} ({done}): {situation.doing}")
 
 
 def reason_to_wait(missing: Sequence[int], over: bool, evaluating: bool, alone: str, own: str = "") -> str:

@@ -36,6 +36,7 @@ class Watchdog:
         self._progress = Progress()
         self._state: pb.PeerState = me.state
         self._since = clock.monotonic()
+        self._excused: float | None = None
         self._told = True
 
     def health(self) -> Health:
@@ -48,6 +49,7 @@ class Watchdog:
                 self._progress.useful,
                 self._progress.at,
                 self._waiting(),
+                self._excused,
             ),
             self._clock.monotonic(),
         )
@@ -64,6 +66,8 @@ class Watchdog:
         if self._me.state != self._state:
             self._state, self._since = self._me.state, now
         self._progress.look(self._metrics.snapshot(), now)
+        if self._waiting():
+            self._excused = now
         health = self.health()
         self._metrics.gauge("healthy", float(health.ok))
         if health.ok != self._told:

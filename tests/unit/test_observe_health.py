@@ -45,6 +45,15 @@ def at_work(**more: object) -> Situation:
             True,
             "waiting: nobody serves stage 1 (added a gradient 1 h 15 min ago)",
         ),
+        # From the end of a good reason on it has its minute again.
+        (at_work(useful_at=500.0, useful="kept", excused_at=900.0), 955.0, True,
+         "no useful work for 55 s (kept 7 min 35 s ago): serving stage 2"),
+        (
+            at_work(useful_at=500.0, useful="kept", excused_at=900.0),
+            961.0,
+            False,
+            "no useful work for 1 min 1 s (kept 7 min 41 s ago): serving stage 2",
+        ),
         # Work from before it came (back) to work does not make its first minute shorter.
         (at_work(useful="added a gradient", useful_at=10.0), 150.0, True, "working: added a gradient 2 min 20 s ago"),
     ],
@@ -126,6 +135,8 @@ def test_the_watchdog_follows_state_and_counters_and_speaks_once(caplog: pytest.
         waits[0] = "nobody serves stage 0"
         dog.look()
         waits[0] = ""
+        dog.look()
+        clock.now += 61
         dog.look()
         metrics.count("microbatches_added")
         dog.look()

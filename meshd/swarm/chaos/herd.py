@@ -128,6 +128,10 @@ class Herd:
             member = self.members[name]
             member.leaving = True
             member.ask()
+        await self.left(*names)
+
+    async def left(self, *names: str) -> None:
+        """Wait until these peers, who were asked or whose run has ended, have left; whoever does not is killed."""
         async with asyncio.TaskGroup() as tasks:
             for name in names:
                 tasks.create_task(self._left(self.members[name]))
@@ -139,7 +143,8 @@ class Herd:
                 await member.gone.wait()
             self._tell(f"{member.name}: left after {self._clock.monotonic() - asked:.1f} s")
         except TimeoutError:
-            self.exits.append(f"{member.name} did not leave within {LEAVE_S:.0f} s of SIGTERM")
+            self.exits.append(f"{member.name} did not leave within {LEAVE_S:.0f} s")
+            member.leaving = True
             member.signal(signal.SIGKILL)
             await member.gone.wait()
 

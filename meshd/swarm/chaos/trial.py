@@ -51,7 +51,7 @@ class Trial:
     """What came of one run.
 
     account: of all origins' journals. tokens_per_s: committed while it trained (while faults came, in a disturbed run).
-    watermark: tokens of the exported checkpoint. replayed, lost_after_commit: None where no peer counts them. exits:
+    watermark: tokens of the exported checkpoint. lost_after_commit: None where no peer counts it. exits:
     ends that nobody had asked for. bugs: last lines of tracebacks in logs. leftovers: processes that still ran at the
     end, before they were ended.
     """
@@ -184,8 +184,12 @@ def _complete(plan: SwarmPlan) -> list[int]:
 
 
 async def _drain(herd: Herd, watch: Watch) -> None:
-    """Injectors first: those who finish their microbatches are still there. Then all but the seed."""
-    present = [name for name, stage in herd.plan.peers().items() if herd.members[name].up.is_set()]
+    """Injectors first: those who finish their microbatches are still there. Then all but the seed. Where the run has
+    ended, they leave by themselves."""
+    if herd.ending:
+        await herd.left(*herd.plan.peers())
+        return
+    present = [name for name in herd.plan.peers() if herd.members[name].up.is_set()]
     origins = [name for name in present if herd.plan.peers()[name] == 0]
     await herd.leave(*origins)
     await watch.look()
@@ -223,7 +227,7 @@ def _gathered(
         watermark=watermark,
         checkpoint=plan.checkpoint,
         data=next(plan.state(SEED).glob("runs/*/bundles/run/data")),
-        replayed=summed(metrics, "microbatches_replayed"),
+        replayed=summed(metrics, "microbatches_replayed") or 0,
         lost_after_commit=None if lost is None else lost + account.lost,
         struck=tuple(_noticed(struck, events)),
         exits=tuple(herd.exits),
