@@ -1,4 +1,4 @@
-"""scripts/chaos in small: real processes under faults, everything accounted for, nothing left, even when it is killed."""
+"""scripts/chaos in small: real processes under faults, all accounted for, nothing left, even when it is killed."""
 
 from __future__ import annotations
 
