@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -21,6 +22,8 @@ from meshd.model.cut import Tied
 from meshd.observe.metrics import Metrics
 from meshd.optim.schedule import TokenCounter
 from meshd.pipeline.crossing import needs_priors
+from meshd.pipeline.downstream import Passed
+from meshd.pipeline.dropped import Dropped
 from meshd.pipeline.runtime import Pace, Returned, StageRuntime, Work
 from meshd.pipeline.service import Pipeline
 from meshd.pipeline.stage import Replica, Stage, Surroundings
@@ -273,6 +276,44 @@ async def taker(
         made = Taker(net, run, priors, fetch)
         async with made.worker:
             yield made, net
+
+
+@dataclass
+class Sender:
+    """The first stage of a run."""
+
+    stage: Stage
+    pipeline: Pipeline
+    _sequence: int = 0
+
+    async def send(self) -> Passed | Dropped:
+        """A microbatch there and back, always of the same tokens."""
+        self._sequence += 1
+        id = pb.MicrobatchId(origin="first", sequence=self._sequence)
+        try:
+            return await self.pipeline.through(0, id, works(make_batch(1), 1)[0])
+        except Dropped as dropped:
+            return dropped
+
+    @property
+    def corrupt(self) -> float:
+        return self.stage.metrics.value("dropped_corrupt")
+
+    @property
+    def tokens(self) -> int:
+        return self.stage.runtime.optimizer.tokens
+
+
+@asynccontextmanager
+async def sender(run: ResolvedRun, net: MemoryNetwork, prior: BoundaryPrior) -> AsyncIterator[Sender]:
+    """It uses the prior, and sends to `taker:1`."""
+    runtime = using(run, prior)[0]
+    async with DeviceWorker() as worker, asyncio.TaskGroup() as tasks:
+        stage = make_stage("first", runtime, worker, net, replicas=[Replica("taker", "taker", "taker:1")])
+        pipeline = Pipeline(stage)
+        running = tasks.create_task(pipeline.run())
+        yield Sender(stage, pipeline)
+        running.cancel()
 
 
 def opening(run_id: str) -> pb.LinkMessage:

@@ -24,6 +24,7 @@ from pipeline_helpers import (
     CPU,
     ROWS,
     TOKENS,
+    Sender,
     Taker,
     backward,
     evil,
@@ -32,9 +33,9 @@ from pipeline_helpers import (
     gradients,
     head,
     make_batch,
-    make_stage,
     masked_run,
     replies,
+    sender,
     taker,
     there,
     using,
@@ -46,9 +47,6 @@ from meshd.errors import MismatchError
 from meshd.pipeline.downstream import Passed
 from meshd.pipeline.dropped import Dropped
 from meshd.pipeline.runtime import Work
-from meshd.pipeline.service import Pipeline
-from meshd.pipeline.stage import Replica, Stage
-from meshd.pipeline.worker import DeviceWorker
 from meshd.priors.boundary import BoundaryPrior
 from meshd.priors.features import TokenFeatures
 from meshd.priors.store import PriorStore
@@ -387,51 +385,12 @@ class Teller:
                     await duplex.send(reply)
 
 
-@dataclass
-class Sender:
-    """The first stage of a run, with a prior."""
-
-    stage: Stage
-    pipeline: Pipeline
-    _sequence: int = 0
-
-    async def send(self) -> Passed | Dropped:
-        """The microbatch there and back."""
-        batch = make_batch(1)
-        self._sequence += 1
-        id = pb.MicrobatchId(origin="first", sequence=self._sequence)
-        try:
-            return await self.pipeline.through(0, id, works(batch, 1)[0])
-        except Dropped as dropped:
-            return dropped
-
-    @property
-    def corrupt(self) -> float:
-        return self.stage.metrics.value("dropped_corrupt")
-
-    @property
-    def tokens(self) -> int:
-        return self.stage.runtime.optimizer.tokens
-
-
-@asynccontextmanager
-async def sender(run: ResolvedRun, net: MemoryNetwork) -> AsyncIterator[Sender]:
-    """It sends to `taker:1`."""
-    runtime = using(run, old())[0]
-    async with DeviceWorker() as worker, asyncio.TaskGroup() as tasks:
-        stage = make_stage("first", runtime, worker, net, replicas=[Replica("taker", "taker", "taker:1")])
-        pipeline = Pipeline(stage)
-        running = tasks.create_task(pipeline.run())
-        yield Sender(stage, pipeline)
-        running.cancel()
-
-
 @asynccontextmanager
 async def told_lies(run: ResolvedRun, true: Truth) -> AsyncIterator[tuple[Sender, Teller]]:
     async with MemoryNetwork(VirtualClock()) as net:
         teller = Teller(true.gradient)
         net.register("taker:1", teller)  # type: ignore[arg-type]
-        async with sender(run, net) as s:
+        async with sender(run, net, old()) as s:
             yield s, teller
 
 
@@ -503,7 +462,7 @@ def test_a_frame_that_names_another_prior_than_it_was_written_with_teaches_its_s
 
     async def main() -> None:
         run, true = run_of("down", codec), truth("down", codec)
-        async with taker(run, await both(tmp_path)) as (t, net), sender(run, net) as s:
+        async with taker(run, await both(tmp_path)) as (t, net), sender(run, net, old()) as s:
             net.tap = renamed
             result = await s.send()
             if isinstance(result, Passed):  # told, and taken as it was the second time

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from google.protobuf.message import Message
 from pipeline_helpers import (
     PRIOR_TOKENS,
     ROWS,
@@ -30,6 +31,7 @@ from pipeline_helpers import (
     masked_run,
     numbered,
     replies,
+    sender,
     taker,
     there,
     train,
@@ -40,6 +42,8 @@ from pipeline_helpers import (
 from meshd.config.runspec import ResolvedRun
 from meshd.errors import MeshdError, MismatchError, NetworkError
 from meshd.model.loss import token_loss
+from meshd.pipeline.downstream import Passed
+from meshd.pipeline.dropped import Dropped
 from meshd.pipeline.runtime import Returned, Work
 from meshd.priors.boundary import BoundaryPrior
 from meshd.priors.fit import fit
@@ -48,8 +52,8 @@ from meshd.priors.store import PRIOR, PriorStore, bundle_of
 from meshd.proto import meshd_pb2 as pb
 from meshd.sim.clock import VirtualClock, run_virtual
 from meshd.state.bundle import BundleStore
-from meshd.transport.base import LinkLost
-from meshd.transport.memory import MemoryNetwork
+from meshd.transport.base import Duplex, LinkLost
+from meshd.transport.memory import Delivery, MemoryNetwork
 from meshd.wire import CodecContext, Frame, codec_named
 from meshd.wire.autograd import Boundary
 
@@ -512,5 +516,75 @@ def test_a_microbatch_that_is_under_way_keeps_its_prior_whatever_is_named_after_
             gradient, _ = await replies(duplex, 2)
             assert gradient.gradient.gradient.prior == name
             assert t.runtime.optimizer.tokens == ROWS * TOKENS
+
+    run_virtual(main())
+
+
+# ---- the sending end ----------------------------------------------------------------------------------------------
+
+
+def test_a_replica_that_cannot_get_the_prior_gets_a_safe_frame_after_10_s(tmp_path: Path) -> None:
+    async def main() -> None:
+        source, clock = Source(tmp_path, delay_s=0.0), VirtualClock()
+        async with (
+            taker(RUN, source.store, source.fetch) as (t, net),
+            sender(RUN, net, fitted_prior()) as s,
+        ):
+            net.tap = frames = Headers()
+            assert isinstance(await s.send(), Passed)
+            assert 10 <= clock.monotonic() < 15
+            assert frames.named[:-1] == [(SPECTRAL, fitted_prior().name)] * (len(frames.named) - 1)
+            assert frames.named[-1] == ("int8", b"")
+            assert s.stage.metrics.value("microbatches_safe") == 1
+            assert t.runtime.optimizer.tokens == s.tokens == ROWS * TOKENS
+            # It got the prior meanwhile: the first try of the next one is what has it fetched.
+            source.offer(fitted_prior())
+            await clock.sleep(10)
+            assert isinstance(await s.send(), Passed)
+            assert frames.named[-1] == (SPECTRAL, fitted_prior().name)
+            assert s.stage.metrics.value("microbatches_safe") == 1
+            assert s.corrupt == t.metrics.value("dropped_corrupt") == 0
+
+    run_virtual(main())
+
+
+@dataclass
+class Headers:
+    """A tap that notes what offers say of their frames."""
+
+    named: list[tuple[str, bytes]] = field(default_factory=list)
+
+    def __call__(self, source: str, target: str, message: Message) -> list[Delivery]:
+        if isinstance(message, pb.LinkMessage) and message.HasField("offer"):
+            self.named.append((message.offer.hidden.codec, message.offer.hidden.prior))
+        return [Delivery(message)]
+
+
+def test_one_that_says_that_a_safe_frame_lacks_a_prior_is_left_alone(tmp_path: Path) -> None:
+    """A microbatch must not be made anew for it for ever, however often it says that there is room."""
+
+    class Liar:
+        offers = 0
+
+        async def link(self, duplex: Duplex[pb.LinkMessage]) -> None:
+            async for message in duplex:
+                if message.HasField("offer"):
+                    self.offers += 1
+                    answer = pb.Answer(id=message.offer.id, hop=1, verdict=NO_PRIOR)
+                    await duplex.send(pb.LinkMessage(answer=answer))
+                    await duplex.send(pb.LinkMessage(credit=pb.Credit(places=1)))
+
+    async def main() -> None:
+        async with MemoryNetwork(VirtualClock()) as net:
+            liar = Liar()
+            net.register("taker:1", liar)  # type: ignore[arg-type]
+            net.set_delay("first:1", "taker:1", 0.1)
+            async with sender(RUN, net, fitted_prior()) as s:
+                result = await s.send()
+                assert isinstance(result, Dropped)
+                assert result.reason == pb.Drop.REASON_NO_ROUTE
+                assert VirtualClock().monotonic() < 90
+                assert s.stage.metrics.value("microbatches_safe") < 3
+                assert liar.offers < 200
 
     run_virtual(main())
