@@ -30,9 +30,16 @@ ROWS, COLUMNS = 4, 128
 # (forward, backward) by boundary
 CODECS: dict[str, list[tuple[str, str]]] = {
     "dense": [("dense", "dense")] * 3,
-    "spectral 16x": [("spectral:bits=1.42", "spectral:bits=0.5")] * 3,
-    "spectral 32x": [("spectral:bits=0.72", "spectral:bits=0.24")] * 3,
-    "lloyd 16x": [("lloyd:bits=1.42", "lloyd:bits=0.5")] * 3,
+    "int8": [("int8", "int8")] * 3,
+    "spectral 16x": [("spectral:bits=1.46", "spectral:bits=0.5")] * 3,
+    "spectral 16x, more at early boundaries": [
+        (f"spectral:bits={bits}", "spectral:bits=0.5") for bits in (1.66, 1.46, 1.26)
+    ],
+    "spectral 16x, as many bits back": [("spectral:bits=0.98", "spectral:bits=0.98")] * 3,
+    "spectral 16x, without predictor": [("spectral:bits=1.46,predictor=mean", "spectral:bits=0.5")] * 3,
+    "spectral 32x": [("spectral:bits=0.72", "spectral:bits=0.25")] * 3,
+    "spectral 64x": [("spectral:bits=0.34", "spectral:bits=0.12")] * 3,
+    "lloyd 16x": [("lloyd:bits=1.46", "lloyd:bits=0.5")] * 3,
     "leading 16x": [("leading:keep=0.354", "leading:keep=0.124")] * 3,
     "topk 16x": [("topk:keep=0.072", "topk:keep=0.072")] * 3,
     "random 10x (faithful)": [("random:keep=0.1", "random:keep=0.1")] * 3,
