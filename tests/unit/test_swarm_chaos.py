@@ -21,6 +21,7 @@ from meshd.errors import DataError
 from meshd.pipeline.journal import Journal
 from meshd.swarm.chaos.evidence import Account, Event, detected, read_journal, read_log, summed, tracebacks
 from meshd.swarm.chaos.faults import KINDS, Fault, schedule
+from meshd.swarm.chaos.network import Network, NoNetwork
 from meshd.swarm.chaos.spec import ENDLESS, ending_at, write_spec
 from meshd.swarm.chaos.traces import Traces
 from meshd.swarm.chaos.trial import Struck, Trial
@@ -37,6 +38,9 @@ def test_the_schedule_hits_everybody_with_every_kind_and_nobody_twice_in_a_row(s
     assert {fault.kind for fault in faults[: len(KINDS)]} == set(KINDS)
     assert all(one.peer != other.peer for one, other in pairwise(faults))
     assert all((fault.frozen_s > 0) == (fault.kind == "freeze") for fault in faults)
+    assert all((fault.cut_s > 0) == (fault.kind == "cut") for fault in faults)
+    some = schedule(PEERS, 480.0, 45.0, random.Random(seed), ["kill", "restart"])
+    assert {fault.kind for fault in some} == {"kill", "restart"}
     assert faults == schedule(PEERS, 480.0, 45.0, random.Random(seed))
 
 
@@ -237,3 +241,49 @@ def test_c30_traces_end_their_own_sessions_and_nothing_else(tmp_path: Path) -> N
                 child.kill()
             process.kill()
             process.wait()
+
+
+# ---- the network ----------------------------------------------------------------------------------------------------
+
+
+def test_a_network_belongs_to_its_directory_and_names_fit(tmp_path: Path) -> None:
+    here, there = Network.of(tmp_path / "a", PEERS), Network.of(tmp_path / "b", PEERS)
+    assert here == Network.of(tmp_path / "a", PEERS), "the next start finds what a killed one has left"
+    assert here.tag != there.tag
+    assert len({here.address(peer) for peer in PEERS}) == len(PEERS)
+    assert here.address("seed").startswith("10.")
+    # The kernel takes no longer names of interfaces.
+    assert len(here._port(PEERS[-1])) <= 15
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+def test_a_cut_link_is_silent_both_ways_until_it_is_mended(tmp_path: Path) -> None:
+    network = Network.of(tmp_path, ["one", "other"])
+    try:
+        network.make()
+    except NoNetwork as error:
+        pytest.skip(str(error))
+    code = "import socket, sys; s = socket.create_server((sys.argv[1], 7000)); print('up', flush=True); s.accept()"
+    server = subprocess.Popen(
+        [*network.command("one"), sys.executable, "-c", code, network.address("one")],
+        stdout=subprocess.PIPE,
+    )
+    dial = "import socket, sys; socket.create_connection((sys.argv[1], 7000), timeout=float(sys.argv[2]))"
+
+    def reaches(seconds: str) -> bool:
+        command = [*network.command("other"), sys.executable, "-c", dial, network.address("one"), seconds]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+    try:
+        assert server.stdout is not None
+        server.stdout.readline()
+        network.cut("one")
+        assert not reaches("0.5")
+        network.mend("one")
+        assert reaches("20")
+    finally:
+        server.kill()
+        server.wait()
+        network.remove()
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert network.tag not in listed

@@ -18,6 +18,7 @@ from meshd.clock import Clock
 from meshd.errors import MeshdError, ResourceError
 from meshd.observe.daemonfile import DaemonFile
 from meshd.swarm.chaos.faults import Fault
+from meshd.swarm.chaos.network import Network
 from meshd.swarm.chaos.traces import Traces
 from meshd.swarm.orphan import PARENT_VARIABLE
 from meshd.swarm.process import FINAL_CODES, Child, log_tail, signal_name
@@ -70,10 +71,18 @@ class Herd:
     """All peers of one run. `exits`: ends that no fault and no call here had asked for, in words."""
 
     def __init__(
-        self, plan: SwarmPlan, traces: Traces, clock: Clock, tell: Callable[[str], None], options: list[str]
+        self,
+        plan: SwarmPlan,
+        traces: Traces,
+        clock: Clock,
+        tell: Callable[[str], None],
+        options: list[str],
+        network: Network | None = None,
     ) -> None:
-        """options: of every `meshd run` and `meshd join`, besides the plan's."""
+        """options: of every `meshd run` and `meshd join`, besides the plan's. network: what the peers are on; None: all
+        on this machine's loopback, and no link can be cut."""
         self.plan, self._traces, self._clock, self._tell, self._options = plan, traces, clock, tell, options
+        self._network = network
         self.members = {name: Member(name) for name in (SEED, *plan.peers())}
         self.exits: list[str] = []
         self.ending = False
@@ -110,17 +119,25 @@ class Herd:
         elif fault.kind == "kill":
             member.hit = fault
             member.signal(signal.SIGKILL)
+        elif fault.kind == "freeze":
+            await self._freeze(member, fault)
         else:
-            member.signal(signal.SIGSTOP)
-            try:
-                await self._clock.sleep(fault.frozen_s)
-            finally:
-                if fault.fatal:
-                    member.hit = fault
-                    member.signal(signal.SIGKILL)
-                else:
-                    member.signal(signal.SIGCONT)
+            assert self._network is not None
+            await asyncio.to_thread(self._network.cut, fault.peer)
+            await self._clock.sleep(fault.cut_s)
+            await asyncio.to_thread(self._network.mend, fault.peer)
         return began
+
+    async def _freeze(self, member: Member, fault: Fault) -> None:
+        member.signal(signal.SIGSTOP)
+        try:
+            await self._clock.sleep(fault.frozen_s)
+        finally:
+            if fault.fatal:
+                member.hit = fault
+                member.signal(signal.SIGKILL)
+            else:
+                member.signal(signal.SIGCONT)
 
     async def leave(self, *names: str) -> None:
         """Have these peers leave for good, all at once."""
@@ -178,6 +195,9 @@ class Herd:
     async def _run_once(self, member: Member) -> int:
         link = None if member.name == SEED else self._link
         command = [*self.plan.arguments(member.name, link), *self._options]
+        if self._network is not None:
+            listen = ["--listen", self._network.address(member.name)]
+            command = [*self._network.command(member.name), *command, *listen]
         environment = {
             **os.environ,
             PARENT_VARIABLE: str(os.getpid()),

@@ -18,8 +18,9 @@ from meshd.config.runspec import RunSpec
 from meshd.errors import ConfigError, ungrouped
 from meshd.state.disk import disk_faults
 from meshd.state.lock import lock_state_dir
-from meshd.swarm.chaos.faults import Fault, schedule
+from meshd.swarm.chaos.faults import KINDS, Fault, schedule
 from meshd.swarm.chaos.held_out import held_out_loss
+from meshd.swarm.chaos.network import Network, NoNetwork
 from meshd.swarm.chaos.spec import ENDLESS, ending_at, write_spec
 from meshd.swarm.chaos.traces import Traces
 from meshd.swarm.chaos.trial import Ground, Trial, disturbed, undisturbed
@@ -36,7 +37,8 @@ _PEER_CONFIG = 'log_format = "json"\ndrain_s = 60.0\n'
 @dataclass(frozen=True)
 class ChaosOptions:
     """replicas: peers of each stage. directory: holds everything, and belongs to chaos alone. duration_s, period_s: of
-    the faults; seed: of their schedule. undisturbed: how many runs to compare with."""
+    the faults; seed: of their schedule. undisturbed: how many runs to compare with. cut: links, too,
+    where namespaces can be had."""
 
     spec: RunSpec
     replicas: tuple[int, ...]
@@ -45,6 +47,7 @@ class ChaosOptions:
     period_s: float
     seed: int
     undisturbed: int
+    cut: bool = True
     threads: int = 1
 
     def __post_init__(self) -> None:
@@ -69,23 +72,47 @@ async def run_chaos(options: ChaosOptions, tell: Callable[[str], None]) -> tuple
         traces = Traces(folder, Path(tempfile.mkdtemp(prefix="meshd-chaos-")))
         traces.write()
         transport = GrpcTransport()
+        network = await asyncio.to_thread(_network, options, tell)
         try:
             with _terminated(), ungrouped():
-                return await _all(options, traces, transport, tell)
+                return await _all(options, traces, transport, network, tell)
         finally:
             await transport.close()
             await asyncio.to_thread(traces.clear)
+            if network is not None:
+                await asyncio.to_thread(network.remove)
+
+
+def _network(options: ChaosOptions, tell: Callable[[str], None]) -> Network | None:
+    """Namespaces for the peers, where they are wanted and can be had. Blocking."""
+    if not options.cut:
+        return None
+    network = Network.of(options.directory, _names(options))
+    try:
+        network.make()
+    except NoNetwork as error:
+        tell(f"no link will be cut: {error}")
+        return None
+    return network
+
+
+def _names(options: ChaosOptions) -> list[str]:
+    return [SEED, *SwarmPlan(Path(), options.replicas, Path()).peers()]
 
 
 async def _all(
-    options: ChaosOptions, traces: Traces, transport: GrpcTransport, tell: Callable[[str], None]
+    options: ChaosOptions,
+    traces: Traces,
+    transport: GrpcTransport,
+    network: Network | None,
+    tell: Callable[[str], None],
 ) -> tuple[Scored, list[Scored]]:
     config = options.directory / "peer.toml"
     with disk_faults(config):
         config.write_text(_PEER_CONFIG)
-    ground = Ground(traces, transport, SystemClock(), tell, ["--config", str(config)])
+    ground = Ground(traces, transport, SystemClock(), tell, ["--config", str(config)], network)
     peers = 1 + sum(options.replicas)
-    faults, every = _schedule(options), options.spec.snapshot.every_tokens
+    faults, every = _schedule(options, network is not None), options.spec.snapshot.every_tokens
     tell(f"{len(faults)} faults in {options.duration_s:.0f} s, seed {options.seed}; {peers} peers")
     trial = await disturbed(_plan(options, "disturbed", ENDLESS), ground, faults, options.duration_s, every)
     scenario = f"a fault every {options.period_s:.0f} s for {options.duration_s / 60:g} min"
@@ -103,9 +130,10 @@ async def _all(
     return chaos, plain
 
 
-def _schedule(options: ChaosOptions) -> list[Fault]:
-    names = [SEED, *SwarmPlan(Path(), options.replicas, Path()).peers()]
-    return schedule(names, options.duration_s, options.period_s, random.Random(options.seed))
+def _schedule(options: ChaosOptions, cut: bool) -> list[Fault]:
+    kinds = [kind for kind in KINDS if cut or kind != "cut"]
+    rng = random.Random(options.seed)
+    return schedule(_names(options), options.duration_s, options.period_s, rng, kinds)
 
 
 def _plan(options: ChaosOptions, name: str, tokens: int) -> SwarmPlan:

@@ -23,6 +23,7 @@ from meshd.swarm.chaos.evidence import (
 )
 from meshd.swarm.chaos.faults import Fault
 from meshd.swarm.chaos.herd import Herd
+from meshd.swarm.chaos.network import Network
 from meshd.swarm.chaos.traces import Traces
 from meshd.swarm.chaos.watch import Watch
 from meshd.swarm.supervisor import SEED, SwarmPlan
@@ -71,13 +72,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Ground:
-    """What trials share. options: of every daemon."""
+    """What trials share. options: of every daemon. network: None: no link can be cut."""
 
     traces: Traces
     transport: Transport
     clock: Clock
     tell: Callable[[str], None]
     options: list[str]
+    network: Network | None
 
 
 async def disturbed(
@@ -131,7 +133,7 @@ Course = Callable[[Herd, Watch], Awaitable[tuple[float, list[tuple[Fault, float]
 
 
 async def _trial(plan: SwarmPlan, ground: Ground, course: Course) -> Trial:
-    herd = Herd(plan, ground.traces, ground.clock, ground.tell, ground.options)
+    herd = Herd(plan, ground.traces, ground.clock, ground.tell, ground.options, ground.network)
     watch = Watch(herd, ground.transport, ground.clock)
     async with herd.running(), asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(watch.run())

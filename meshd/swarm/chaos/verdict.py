@@ -138,10 +138,11 @@ def noticing(struck: Sequence[Struck]) -> dict[str, str]:
     """How soon others' streams showed killed and frozen peers, in words."""
     kills = [one for one in struck if one.fault.kind == "kill"]
     frozen = [one for one in struck if one.fault.kind == "freeze" and one.fault.frozen_s > _SHORT_FREEZE_S]
+    cut = [one for one in struck if one.fault.kind == "cut"]
     return {
         "killed (about 1 s)": _times(kills),
         "frozen (about 5 s)": _times(frozen),
-        "cut link": "not measured",
+        "cut link (about 10 s)": _times(cut) if cut else "not measured",
     }
 
 
