@@ -18,7 +18,7 @@ FEATURES = "features.safetensors"
 """File name in the bundle `run/features`."""
 RANK = 256
 """Features of a token, unless the embedding is narrower. They cost a run vocabulary * RANK bytes once (12.6 MB for a
-vocabulary of 49,152), and every prior 2 * RANK * hidden (0.3 MB of 1.5 MB at hidden 576)."""
+vocabulary of 49,152), and every prior 2 * RANK * hidden (0.3 MB of 1.4 MB at hidden 576)."""
 MOST_RANK = 1024
 
 _CHUNK_ROWS = 8192
