@@ -165,8 +165,11 @@ def content_problem(record: pb.Record) -> str | None:
         return f"an address longer than {_MAX_ADDRESS} characters"
     if len(record.committed) > _MAX_ORIGINS:
         return f"counts of {len(record.committed)} origins, more than {_MAX_ORIGINS}"
-    if not all(map(math.isfinite, (record.tokens_per_s, record.expires, record.claimed))):
+    rates = {"tokens_per_s": record.tokens_per_s, "capacity_tokens_per_s": record.capacity_tokens_per_s}
+    times = (record.expires, record.claimed, record.moving_since)
+    if not all(map(math.isfinite, (*rates.values(), *times))):
         return "a number that is not finite"
-    if record.tokens_per_s < 0:
-        return f"tokens_per_s = {record.tokens_per_s}"
+    for name, rate in rates.items():
+        if rate < 0:
+            return f"{name} = {rate}"
     return None

@@ -49,6 +49,11 @@ class Self:
     weight_version: int = 0
     tokens_per_s: float = 0.0
     claimed: float = 0.0
+    capacity_tokens_per_s: float = 0.0
+    memory_bytes: int = 0
+    pinned: bool = False
+    moving_to: int = -1
+    moving_since: float = 0.0
 
 
 @dataclass
@@ -109,6 +114,11 @@ class Directory:
             # A record is at most 10 KB.
             committed=self.counter.to_proto()[:64],
             claimed=me.claimed,
+            capacity_tokens_per_s=me.capacity_tokens_per_s,
+            memory_bytes=me.memory_bytes,
+            pinned=me.pinned,
+            moving_to=me.moving_to,
+            moving_since=me.moving_since,
         )
 
     async def refresh(self) -> Sequence[pb.Record]:
@@ -187,6 +197,12 @@ class Directory:
 
     def replicas(self, stage: int) -> list[Replica]:
         return [Replica(p.peer_id, p.name or p.peer_id[-8:], p.address) for p in self.stage_peers(stage)]
+
+    def origin(self, peer_id: str) -> Replica | None:
+        """A peer of stage 0, also one that leaves: it still takes what is its own."""
+        found = (p for p in self.peers if p.peer_id == peer_id and p.role == pb.ROLE_STAGE and p.stage == 0)
+        peer = next((p for p in found if p.state in (*_SERVING, pb.PEER_STATE_DRAINING)), None)
+        return None if peer is None else Replica(peer_id, peer.name or peer_id[-8:], peer.address)
 
     def live_replicas(self) -> int:
         """Working replicas of the own stage, this peer included."""

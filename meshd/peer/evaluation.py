@@ -47,7 +47,9 @@ class Evaluation:
         self._spec, self._directory, self._status = run.spec, directory, status
         self._path = folder / "evaluations.json"
         self._tries: dict[int, int] = {}
-        status.evaluations.extend(_kept(self._path))
+        # A peer that comes back to this stage has them already.
+        known = {point.tokens for point in status.evaluations}
+        status.evaluations.extend(point for point in _kept(self._path) if point.tokens not in known)
 
     async def base(self) -> None:
         """The base model, before training: what every later loss is compared with. Training starts without it when

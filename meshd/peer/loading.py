@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from pathlib import Path
 
 import psutil
 import torch
 
-from meshd.errors import MismatchError, NetworkError, ResourceError
+from meshd.errors import MeshdError, MismatchError, NetworkError, ResourceError
 from meshd.model.families import load_config
 from meshd.model.stage import StageModel
 from meshd.model.weights import memory_estimate
@@ -17,6 +18,7 @@ from meshd.observe.log import event
 from meshd.peer.cgroup import cgroup_room
 from meshd.peer.join import Supply
 from meshd.peer.snapshots import watermarks_at
+from meshd.pipeline import heap
 from meshd.pipeline.crossing import needs_priors
 from meshd.pipeline.exhaustion import with_memory
 from meshd.pipeline.runtime import StageRuntime
@@ -40,22 +42,64 @@ def choose_device(wanted: str) -> torch.device:
     return device
 
 
+def free_memory(device: torch.device, root: Path = Path("/")) -> tuple[int, str]:
+    """Bytes free for a stage, and what limits them, in words to follow "free"; empty: the machine. root: see
+    cgroup_room."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0], ""
+    free = psutil.virtual_memory().available
+    room = cgroup_room(root)
+    if room is not None and room.free < free:
+        return room.free, f" under {room}"
+    return free, ""
+
+
 def check_memory(needed: int, parts: str, device: torch.device, stage: int, root: Path = Path("/")) -> None:
     """Refuse a stage that cannot fit, before anything is loaded (C18). Raises ResourceError. root: see cgroup_room."""
-    under = ""
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = psutil.virtual_memory().available
-        room = cgroup_room(root)
-        if room is not None and room.free < free:
-            free, under = room.free, f" under {room}"
+    free, under = free_memory(device, root)
     if needed > free:
         raise ResourceError(
             f"stage {stage} needs about {needed / 2**30:.1f} GiB ({parts}), {device} has {free / 2**30:.1f} GiB "
             f"free{under}. Fix: another stage, fewer layers a stage (model.stages), a smaller microbatch, or free "
             "memory" + (", or a higher limit" if under else "")
         )
+
+
+async def stage_needs(supply: Supply) -> list[int]:
+    """Bytes that each stage of the run takes. Fetches the model's config."""
+    run = supply.run
+    resolved, data = run.resolved, run.spec.data
+    config = load_config(await supply.tokenizer())
+
+    def estimate() -> list[int]:
+        return [
+            memory_estimate(config, resolved.cut, resolved.tied, stage, data.microbatch, data.seq_len).total
+            for stage in range(run.stages)
+        ]
+
+    return await asyncio.to_thread(estimate)
+
+
+def held_before(store: BundleStore, stages: int) -> int | None:
+    """The stage whose state this peer has from its last time in the run: going on with it costs no download. Of
+    several, as it has moved, the newest; None: there is none."""
+    names, held = store.names(), dict[int, int]()
+    for stage in range(stages):
+        if f"live/{stage}" in names:
+            try:
+                held[stage] = store.manifest(f"live/{stage}").count("tokens")
+            except MeshdError:
+                held[stage] = -1  # whatever is wrong with it is said when it is loaded
+    return max(held, key=lambda stage: held[stage], default=None)
+
+
+def give_back_memory(device: torch.device) -> None:
+    """After a stage was put down: what only cycles still hold is freed, and free memory goes back to the device or
+    the system."""
+    gc.collect()
+    heap.give_back()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 async def load_stage(supply: Supply, number: int, device: torch.device) -> StageRuntime:

@@ -1,27 +1,40 @@
-"""A stage peer: claim a stage, get its state, compute, average, snapshot, until the run ends or the peer leaves."""
+"""A stage peer: claim a stage, get its state, compute, average, snapshot, until the run ends, or the peer leaves, or it
+moves to another stage and begins anew there."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
+from contextlib import ExitStack
+
+import torch
 
 from meshd.config.peer import PeerConfig
 from meshd.data.dataset import Dataset
 from meshd.data.stream import TokenStream, stream_seed
-from meshd.errors import DataError, NetworkError
+from meshd.errors import DataError, NetworkError, ResourceError
 from meshd.gossip.service import Gossip
 from meshd.gossip.values import FlatParameters
 from meshd.model.cut import hops
 from meshd.observe.log import event
 from meshd.optim.inner import StepReport
 from meshd.optim.schedule import outgrown
-from meshd.peer.directory import Directory
+from meshd.peer.capacity import Capacity
 from meshd.peer.evaluation import Evaluation
 from meshd.peer.join import Supply
-from meshd.peer.loading import choose_device, load_stage
+from meshd.peer.loading import (
+    choose_device,
+    free_memory,
+    give_back_memory,
+    held_before,
+    load_stage,
+    stage_needs,
+)
 from meshd.peer.parts import Parts
+from meshd.peer.placing import claim_stage, next_move
 from meshd.peer.snapshots import Snapshots, base_of
+from meshd.peer.visits import Visits
 from meshd.pipeline.injector import Injector
 from meshd.pipeline.journal import Journal
 from meshd.pipeline.runtime import StageRuntime
@@ -29,7 +42,7 @@ from meshd.pipeline.service import Pipeline
 from meshd.pipeline.stage import Stage, Surroundings
 from meshd.pipeline.upstream import Intake
 from meshd.pipeline.worker import DeviceWorker
-from meshd.placement import choose_stage, settle
+from meshd.placement import Move
 from meshd.priors.boundary import BoundaryPrior
 from meshd.priors.store import PriorStore
 from meshd.proto import meshd_pb2 as pb
@@ -38,39 +51,7 @@ from meshd.state.live import LiveBundles
 
 log = logging.getLogger(__name__)
 
-# Between a claim and the second look at the swarm: long enough for claims made at the same time to be seen.
-_SETTLE_S = 2.0
-_SETTLE_ROUNDS = 8
 _SIGN_OF_LIFE_S = 60.0
-
-
-async def claim_stage(directory: Directory, stages: int, wanted: int | None) -> None:
-    """Take a stage: the wanted one, or the one that needs a replica most; settled with others who come just now."""
-    me, clock = directory.me, directory.clock
-    me.state = pb.PEER_STATE_JOINING
-    if wanted is not None:
-        me.stage, me.claimed = wanted, clock.time()
-        await directory.announce()
-        return
-    choice = choose_stage(await directory.refresh(), stages, me.peer_id, clock.time())
-    me.stage, me.claimed = choice.stage, clock.time()
-    event(log, "stage_claimed", stage=choice.stage, reason=choice.reason)
-    for _ in range(_SETTLE_ROUNDS):
-        await directory.announce()
-        await clock.sleep(_SETTLE_S)
-        mine = pb.Record(
-            peer_id=me.peer_id,
-            role=me.role,
-            stage=me.stage,
-            state=me.state,
-            claimed=me.claimed,
-            expires=clock.time() + _SETTLE_S,
-        )
-        settled = settle([*await directory.refresh(), mine], stages, me.peer_id, clock.time())
-        if settled.keep:
-            return
-        me.stage, me.claimed = settled.stage, clock.time()
-        event(log, "stage_changed", stage=settled.stage, reason=settled.reason)
 
 
 class StagePeer:
@@ -82,31 +63,73 @@ class StagePeer:
         self._runtime: StageRuntime | None = None
         self._injector: Injector | None = None
         self._intake: Intake | None = None
+        self._closing = ExitStack()  # what is closed after the last state was saved
         self._leaving = asyncio.Event()
-        self._doing = "claiming a stage"
+        self._needs: list[int] = []  # bytes by stage; empty when the user has named the stage
+        self._device = torch.device("cpu")
+        self._doing = "getting ready"
 
     async def run(self) -> None:
         """Claim, sync, work. Raises MeshdError for what the user must know."""
-        status, me = self._status, self._directory.me
-        status.doing = lambda: self._doing
+        self._status.doing = lambda: self._doing
         if any(seed.state == pb.PEER_STATE_FINISHED for seed in await self._seeds()):
             event(log, "run_over", hint="this run has ended; `meshd export DIR LINK` brings its result")
             return
-        wanted = self._config.stage
+        self._device = choose_device(self._config.device)
+        await self._claim()
+        move: Move | None = None
+        while True:
+            await self._get_stage(move)
+            async with DeviceWorker() as worker:
+                with ExitStack() as self._closing:
+                    move = await self._work(worker)
+            if move is None:
+                return
+            await self._put_down()
+            self._take_up(move.target)
+
+    async def _claim(self) -> None:
+        """Take the stage that the user wants, or the one that this peer had, or the one that needs it most."""
+        wanted, me = self._config.stage, self._directory.me
+        me.pinned = wanted is not None
         if wanted is None:
-            wanted = await asyncio.to_thread(self._held_before)
+            self._doing = "finding out which stages fit"
+            self._needs = await stage_needs(self._supply)
+            me.memory_bytes = self._memory()
+            held = await asyncio.to_thread(held_before, self._supply.store, self._run.stages)
+            wanted = held if held is not None and self._needs[held] <= me.memory_bytes else None
         elif wanted >= self._run.stages:
             raise DataError(
                 f"stage = {wanted}: this run has stages 0 to {self._run.stages - 1}. Fix: one of these"
             )
-        await claim_stage(self._directory, self._run.stages, wanted)
+        self._doing = "claiming a stage"
+        await claim_stage(self._directory, wanted, self._needs)
+
+    def _memory(self) -> int:
+        return free_memory(self._device)[0]
+
+    async def _get_stage(self, move: Move | None) -> None:
+        """Load the stage that is held. Where it turns out that the one moved to does not fit, back to the other."""
+        try:
+            await self._load()
+            return
+        except ResourceError as error:
+            if move is None:
+                raise
+            reason = str(error)
+        me = self._directory.me
+        event(log, "move_failed", level=logging.ERROR, stage=move.target, back_to=move.source, reason=reason)
+        # So that nobody counts on its going there again.
+        me.memory_bytes = min(me.memory_bytes, self._needs[move.target] - 1)
+        self._take_up(move.source)
+        await self._load()
+
+    async def _load(self) -> None:
+        me = self._directory.me
         me.state = pb.PEER_STATE_SYNCING
         await self._directory.announce()
-        device = choose_device(self._config.device)
         self._doing = f"getting the state of stage {me.stage}"
-        self._runtime = await load_stage(self._supply, me.stage, device)
-        async with DeviceWorker() as worker:
-            await self._work(self._runtime, worker)
+        self._runtime = await load_stage(self._supply, me.stage, self._device)
 
     @property
     def runtime(self) -> StageRuntime:
@@ -118,19 +141,16 @@ class StagePeer:
         await self._directory.refresh()
         return self._directory.seeds()
 
-    def _held_before(self) -> int | None:
-        """The stage whose state this peer has from its last time in this run: going on with it costs no download."""
-        held = [n for n in range(self._run.stages) if f"live/{n}" in self._supply.store.names()]
-        return held[0] if len(held) == 1 else None
-
     # ---- work -------------------------------------------------------------------------------------------------------
 
-    async def _work(self, runtime: StageRuntime, worker: DeviceWorker) -> None:
-        me, directory, store = self._directory.me, self._directory, self._supply.store
+    async def _work(self, worker: DeviceWorker) -> Move | None:
+        """Serve the stage, save its state. Returns the move that this peer is to make now; None: it is done."""
+        runtime, me, directory, store = self.runtime, self._directory.me, self._directory, self._supply.store
         number, handlers = me.stage, self._parts.handlers
         priors = await self._load_priors(runtime)
         around = Surroundings(
             replicas=directory.replicas,
+            origin=directory.origin,
             live_replicas=directory.live_replicas,
             frozen=lambda watermark: snapshots.frozen(watermark),
             stepped=lambda report: self._stepped(report, gossip),
@@ -158,7 +178,9 @@ class StagePeer:
             stage, FlatParameters(runtime.model.trainable(), base, lambda: runtime.finished), number
         )
         self._intake = Intake(pipeline)
-        handlers.serve_link, handlers.serve_gossip = self._intake.serve, gossip.serve
+        visits = Visits(f"{me.name} does not serve stage {number} any more")
+        handlers.serve_link = visits.serving(self._intake.serve)
+        handlers.serve_gossip = visits.serving(gossip.serve)
         directory.on_change = pipeline.wake
         me.state, me.weight_version = pb.PEER_STATE_WORKING, runtime.version
         self._status.doing = lambda: self._says(pipeline)
@@ -181,12 +203,19 @@ class StagePeer:
                     tasks.create_task(snapshots.run()),
                     tasks.create_task(self._source(pipeline, snapshots, number)),
                 ]
-                await self._until_end(snapshots)
+                move = await self._until_end(snapshots)
                 for service in services:
                     service.cancel()
         finally:
             handlers.serve_link = handlers.serve_gossip = None
-        await snapshots.save_live()
+            visits.end()
+        try:
+            await snapshots.save_live()
+        except ResourceError as error:
+            if move is None:
+                raise
+            event(log, "state_not_saved", level=logging.WARNING, stage=number, reason=str(error))
+        return move
 
     async def _load_priors(self, runtime: StageRuntime) -> PriorStore:
         resolved = self._run.resolved
@@ -201,7 +230,7 @@ class StagePeer:
         for replica in self._directory.replicas(stage):
             if replica.peer_id == peer:
                 await self._supply.prior(name, replica.address, priors.rank)
-                return await priors.take(name)
+                return await priors.take(name, stage)  # hops but the last have their stage's number
         raise NetworkError(f"{peer[-8:]} is not known as a replica of stage {stage}")
 
     def _stepped(self, report: StepReport, gossip: Gossip) -> None:
@@ -222,6 +251,8 @@ class StagePeer:
         """Gauges that nobody pushes, and a sign of life for whoever watches the log."""
         before, since = worker.busy_s, self._clock.monotonic()
         told, warned = since, False
+        metrics, data = self._parts.metrics, self._run.spec.data
+        capacity = Capacity(data.microbatch * data.seq_len)
         while True:
             await self._clock.sleep(1.0)
             now = self._clock.monotonic()
@@ -231,10 +262,13 @@ class StagePeer:
             if now - told >= _SIGN_OF_LIFE_S:
                 told = now
                 self._tell()
-            self._parts.metrics.gauge("device_busy_share", (worker.busy_s - before) / max(1e-9, now - since))
-            self._parts.metrics.gauge("device_queue", worker.waiting)
+            metrics.gauge("device_busy_share", (worker.busy_s - before) / max(1e-9, now - since))
+            metrics.gauge("device_queue", worker.waiting)
             before, since = worker.busy_s, now
-            self._directory.me.tokens_per_s = self._parts.metrics.value("tokens_per_s")
+            capacity.look(now, metrics.value("microbatches_added"), worker.busy_s)
+            metrics.gauge("capacity_tokens_per_s", capacity.tokens_per_s)
+            self._directory.me.tokens_per_s = metrics.value("tokens_per_s")
+            self._directory.me.capacity_tokens_per_s = capacity.tokens_per_s
 
     def _tell(self) -> None:
         me, total = self._directory.me, self._directory.counter.total
@@ -258,21 +292,21 @@ class StagePeer:
         stream = TokenStream(
             data, spec.data.microbatch, stream_seed(self._run.run_id, self._directory.me.peer_id)
         )
-        with Journal(self._parts.folder / "journal") as journal:
-            ledger = journal.ledger
-            stream.restore({**stream.state(), "next": ledger.next_item, "given_back": ledger.returned})
-            self._injector = injector = Injector(pipeline, stream, journal)
-            self._status.losses = lambda: injector.losses
-            evaluation = Evaluation(
-                injector, snapshots, data, self._run, self._directory, self._status, self._parts.folder
-            )
-            await evaluation.base()
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(evaluation.run())
-                self._doing = "injecting microbatches"
-                await injector.run()
-                balance = ledger.balance()
-                event(log, "drained", holds=balance.holds, **vars(balance))
+        journal = self._closing.enter_context(Journal(self._parts.folder / "journal"))
+        ledger = journal.ledger
+        stream.restore({**stream.state(), "next": ledger.next_item, "given_back": ledger.returned})
+        self._injector = injector = Injector(pipeline, stream, journal)
+        self._status.losses = lambda: injector.losses
+        evaluation = Evaluation(
+            injector, snapshots, data, self._run, self._directory, self._status, self._parts.folder
+        )
+        await evaluation.base()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(evaluation.run())
+            self._doing = "injecting microbatches"
+            await injector.run()
+            balance = ledger.balance()
+            event(log, "drained", holds=balance.holds, **vars(balance))
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
@@ -281,16 +315,32 @@ class StagePeer:
         self._leaving.set()
         return self._intake is not None
 
-    async def _until_end(self, snapshots: Snapshots) -> None:
-        """Wait until the run has ended and a seed keeps its result, or until this peer has left in good order."""
+    async def _until_end(self, snapshots: Snapshots) -> Move | None:
+        """Wait until the run has ended and a seed keeps its result, or until this peer has left in good order: for
+        good, or to make the move that is returned."""
         async with asyncio.TaskGroup() as tasks:
             ended = tasks.create_task(self._run_ended(snapshots))
             leaving = tasks.create_task(self._leaving.wait())
-            await asyncio.wait({ended, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            ended.cancel()
-            leaving.cancel()
-        if self._leaving.is_set():
+            moving = tasks.create_task(self._called_elsewhere())
+            await asyncio.wait({ended, leaving, moving}, return_when=asyncio.FIRST_COMPLETED)
+            move = moving.result() if moving.done() else None
+            for waiting in (ended, leaving, moving):
+                waiting.cancel()
+        if self._leaving.is_set() or move is not None:
             await self._drain()
+        if self._leaving.is_set() or snapshots.finished.is_set():
+            move, self._directory.me.moving_since = None, 0.0
+        return move
+
+    async def _called_elsewhere(self) -> Move:
+        """The move to another stage that gains the swarm most, once it is this peer's to make. Never, when its user
+        has named its stage."""
+
+        def may() -> bool:
+            me, total = self._directory.me, self._directory.counter.total
+            return me.state == pb.PEER_STATE_WORKING and not me.pinned and total < self._run.spec.stop_tokens
+
+        return await next_move(self._directory, self._needs, may, self._rng)
 
     async def _run_ended(self, snapshots: Snapshots) -> None:
         await snapshots.finished.wait()
@@ -320,3 +370,29 @@ class StagePeer:
             held=self._intake.held,
             after_s=self._config.drain_s,
         )
+
+    async def _put_down(self) -> None:
+        """Let go of all that holds the stage's memory: the next one needs it. What is on the disk is served on."""
+        store, directory, status = self._supply.store, self._directory, self._status
+        if self._injector is not None:
+            losses = list(self._injector.losses)
+            status.losses = lambda: losses
+            await asyncio.to_thread(self._close_books)
+        self._runtime = self._injector = self._intake = None
+        status.doing, status.last_error = (lambda: self._doing), str
+        directory.on_change = lambda: None
+        self._parts.handlers.donor = Donor(store, self._run.run_id, clock=self._clock)
+        give_back_memory(self._device)
+
+    def _close_books(self) -> None:
+        """Of an origin that goes: what it had to leave in flight will not come back."""
+        with Journal(self._parts.folder / "journal") as journal:
+            for name, count in vars(journal.ledger.balance()).items():
+                self._parts.metrics.gauge(f"ledger_{name}", count)
+
+    def _take_up(self, stage: int) -> None:
+        """Hold another stage from now on, as one who has just come: under this number nobody has had anything of it."""
+        me = self._directory.me
+        me.incarnation = max(me.incarnation + 1, int(self._clock.time() * 1000))
+        me.stage, me.claimed, me.moving_since = stage, self._clock.time(), 0.0
+        me.weight_version, me.capacity_tokens_per_s = 0, 0.0

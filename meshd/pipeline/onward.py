@@ -202,7 +202,8 @@ class Onward:
         replicas = {r.peer_id: r for r in self._stage.around.replicas(stage)}
         if self._stage.hops[trip.hop].head and stage == 0:
             # The ring closes where it began: only the origin holds this microbatch's place.
-            replicas = {peer: r for peer, r in replicas.items() if peer == trip.origin}
+            origin = replicas.get(trip.origin) or self._stage.around.origin(trip.origin)
+            replicas = {} if origin is None else {trip.origin: origin}
         open_to = [peer for peer in replicas if peer not in trip.refused]
         order = self._router.order(open_to, self._stage.clock.monotonic())
         return replicas[order[0]] if order else None

@@ -32,8 +32,9 @@ class Replica:
 class Surroundings:
     """What the pipeline asks the daemon.
 
-    replicas: working replicas of a stage, this peer left out. live_replicas: of this peer's own stage, this peer
-    included. frozen: the model of a snapshot watermark, or None when it is not here. priors: what this peer has of
+    replicas: working replicas of a stage, this peer left out. origin: where a peer of stage 0 can be reached that waits
+    for microbatches of its own, also when it leaves and takes no others. live_replicas: of this peer's own stage, this
+    peer included. frozen: the model of a snapshot watermark, or None when it is not here. priors: what this peer has of
     codec priors. fetch_prior: bring one that a peer of a stage names into it; raises MeshdError.
     """
 
@@ -43,6 +44,7 @@ class Surroundings:
     stepped: Callable[[StepReport], None]
     priors: PriorStore
     fetch_prior: Callable[[int, str, bytes], Awaitable[BoundaryPrior]]
+    origin: Callable[[str], Replica | None] = lambda peer_id: None
 
 
 @dataclass
