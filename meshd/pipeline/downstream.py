@@ -14,7 +14,7 @@ from meshd.proto import meshd_pb2 as pb
 from meshd.transport.base import Duplex, LinkLost, Transport
 from meshd.transport.chunks import Assembler, split
 from meshd.transport.sender import Priority, PrioritySender
-from meshd.wire import Frame, check_header
+from meshd.wire import Frame, check_header, checksum_start
 from meshd.wire.named import PRIOR_BYTES
 
 Key = tuple[str, int, int]
@@ -245,7 +245,8 @@ class Downstream:
                 self._on_counts(body.committed)
                 pending.gradient = body
                 size = body.gradient.payload_bytes
-                pending.assembler = Assembler(size, max_bytes=size, what=f"gradient from {self._address}")
+                what, start = f"gradient from {self._address}", checksum_start(body.gradient)
+                pending.assembler = Assembler(size, max_bytes=size, what=what, checksum=start)
             case "chunk", pb.Chunk():
                 if pending.assembler is None or pending.gradient is None:
                     raise MismatchError("a chunk came before its gradient's header")

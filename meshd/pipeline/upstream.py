@@ -22,7 +22,7 @@ from meshd.proto import meshd_pb2 as pb
 from meshd.transport.base import Duplex, LinkLost
 from meshd.transport.chunks import Assembler, split
 from meshd.transport.sender import Priority, PrioritySender
-from meshd.wire import Frame, check_header
+from meshd.wire import Frame, check_header, checksum_start
 from meshd.wire.named import PRIOR_BYTES
 
 log = logging.getLogger(__name__)
@@ -253,7 +253,8 @@ class _Link:
         verdict, reason, batch = self._intake.verdict(offer)
         if batch is not None:
             size = offer.hidden.payload_bytes
-            assembler = Assembler(size, max_bytes=size, what=f"hidden state from {self.name}")
+            what, start = f"hidden state from {self.name}", checksum_start(offer.hidden)
+            assembler = Assembler(size, max_bytes=size, what=what, checksum=start)
             prior = self._pipeline.stage.around.priors.get(offer.hidden.prior)
             self._held[key] = _Held(offer, batch, prior, assembler)
         self._sent_away |= verdict in (pb.Answer.VERDICT_BUSY, pb.Answer.VERDICT_NO_PRIOR)

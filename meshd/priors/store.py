@@ -67,17 +67,19 @@ class PriorStore:
                 await self._tidy()
         return prior
 
-    async def take(self, name: bytes) -> BoundaryPrior:
+    async def take(self, name: bytes, boundary: int) -> BoundaryPrior:
         """Take up a prior whose bundle has been fetched into the bundle store.
 
-        Raises NotHere when it has not; MismatchError when it is not what its name says, DataError when it is damaged,
-        and deletes it then.
+        Raises NotHere when it has not; MismatchError when it is not what its name says, or of another boundary (whose
+        newest a stranger must not choose), DataError when it is damaged, and deletes it then.
         """
         async with self._writing:
             prior = self._priors.get(name)
             if prior is None:
-                prior = await asyncio.to_thread(self._read_or_delete, bundle_of(name))
+                prior = await asyncio.to_thread(self._read_or_delete, bundle_of(name), boundary)
                 self._keep_here(prior)
+                # A peer that makes no priors has no other occasion; what was just taken up is yet to be held.
+                await self._sweep()
             return prior
 
     def get(self, name: bytes) -> BoundaryPrior | None:
@@ -127,6 +129,9 @@ class PriorStore:
     async def _tidy(self) -> None:
         # Only what was forgotten goes: a bundle that is unknown here may be one that is just being fetched.
         self._forget()
+        await self._sweep()
+
+    async def _sweep(self) -> None:
         while self._doomed:
             await asyncio.to_thread(self._store.delete, bundle_of(self._doomed.pop()))
 
@@ -135,9 +140,14 @@ class PriorStore:
     def _bundles(self) -> list[str]:
         return [name for name in self._store.names() if name.startswith(_PREFIX)]
 
-    def _read_or_delete(self, bundle: str) -> BoundaryPrior:
+    def _read_or_delete(self, bundle: str, boundary: int) -> BoundaryPrior:
         try:
-            return self._read(bundle)
+            prior = self._read(bundle)
+            if prior.boundary != boundary:
+                raise MismatchError(
+                    f"a prior of boundary {prior.boundary} where one of {boundary} was expected"
+                )
+            return prior
         except (DataError, MismatchError):
             self._store.delete(bundle)
             raise

@@ -13,7 +13,7 @@ Payload = bytes | bytearray | memoryview
 
 
 def checksum(payload: Payload) -> int:
-    """CRC-32 of a payload, as TensorHeader.checksum and GossipDone.checksum carry it."""
+    """CRC-32 of a payload, as GossipDone.checksum carries it."""
     return zlib.crc32(payload)
 
 
@@ -38,15 +38,16 @@ def _pieces(payload: Payload) -> Iterator[tuple[int, bytes]]:
 class Assembler:
     """Puts one payload together. Every chunk is checked before it is stored; memory grows with what has arrived."""
 
-    def __init__(self, payload_bytes: int, *, max_bytes: int, what: str) -> None:
+    def __init__(self, payload_bytes: int, *, max_bytes: int, what: str, checksum: int = 0) -> None:
         """payload_bytes: the size that the peer announced. max_bytes: the most that the run allows here. what: names
-        the payload in errors (`hidden of peer/7`). Raises MismatchError when more is announced than allowed."""
+        the payload in errors (`hidden of peer/7`). checksum: what that of the payload goes on from. Raises
+        MismatchError when more is announced than allowed."""
         if payload_bytes > max_bytes:
             raise MismatchError(f"{what}: {payload_bytes} bytes announced, at most {max_bytes} expected")
         self._what = what
         self._size = payload_bytes
         self._data = bytearray()
-        self._checksum = 0
+        self._checksum = checksum
 
     @property
     def complete(self) -> bool:

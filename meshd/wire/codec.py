@@ -149,9 +149,16 @@ def make_frame(codec: str, quantized: Quantized, payload: bytes) -> Frame:
         shape=list(quantized.shape),
         dtype=_NAMES[quantized.dtype],
         payload_bytes=len(payload),
-        checksum=zlib.crc32(payload),
     )
+    header.checksum = zlib.crc32(payload, checksum_start(header))
     return Frame(header, payload)
+
+
+def checksum_start(header: pb.TensorHeader) -> int:
+    """What a payload's CRC-32 goes on from: that of what its meaning hangs on. Under another codec or prior the same
+    bytes may well decode, to garbage."""
+    shape = ",".join(map(str, header.shape))
+    return zlib.crc32(f"{header.codec}\n{header.prior.hex()}\n{shape}\n{header.dtype}\n".encode())
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:

@@ -11,7 +11,7 @@ import torch
 
 from meshd.errors import ConfigError, MismatchError
 from meshd.proto import meshd_pb2 as pb
-from meshd.wire.codec import DTYPES, Codec, CodecContext, Frame, Quantized
+from meshd.wire.codec import DTYPES, Codec, CodecContext, Frame, Quantized, checksum_start
 from meshd.wire.masked import Masked
 from meshd.wire.plain import Dense, Integer
 from meshd.wire.spec import PRESETS, parse
@@ -72,7 +72,8 @@ def read(frame: Frame, context: CodecContext) -> Readied:
     Raises MismatchError for a frame that fails its checksum, or was written with a prior that the context has not.
     """
     codec = check_header(frame.header, frame.header.shape)
-    if len(frame.payload) != frame.header.payload_bytes or zlib.crc32(frame.payload) != frame.header.checksum:
+    checksum = zlib.crc32(frame.payload, checksum_start(frame.header))
+    if len(frame.payload) != frame.header.payload_bytes or checksum != frame.header.checksum:
         raise MismatchError(f"{codec.name} payload fails its checksum")
     if codec.needs_prior and (context.prior is None or context.prior.name != frame.header.prior):
         raise MismatchError(

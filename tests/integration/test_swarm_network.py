@@ -17,6 +17,7 @@ from meshd.pipeline.upstream import Intake
 from meshd.proto import meshd_pb2 as pb
 from meshd.sim.clock import run_virtual
 from meshd.transport.memory import Delivery, Tap
+from meshd.wire import checksum_start
 
 DELAY = 0.2
 NAMES = ["a0", "a1", "b1"]
@@ -189,7 +190,8 @@ def test_a_peer_that_sends_nan_spoils_nobody(
     def tap(source: str, target: str, message: Message) -> list[Delivery]:
         if isinstance(message, pb.LinkMessage) and source == "b1:1":
             if message.WhichOneof("body") == "gradient":
-                message.gradient.gradient.checksum = zlib.crc32(poison)
+                header = message.gradient.gradient
+                header.checksum = zlib.crc32(poison, checksum_start(header))
             elif message.WhichOneof("body") == "chunk":
                 message.chunk.data = poison
         return [Delivery(message)]

@@ -30,7 +30,6 @@ from pipeline_helpers import (
     evil,
     fitted_prior,
     flat,
-    gradients,
     head,
     make_batch,
     masked_run,
@@ -55,7 +54,7 @@ from meshd.sim.clock import VirtualClock, run_virtual
 from meshd.state.bundle import BundleStore
 from meshd.transport.base import Duplex
 from meshd.transport.memory import Delivery, MemoryNetwork
-from meshd.wire import CodecContext, Frame, codec_named, decode
+from meshd.wire import CodecContext, Frame, checksum_start, decode
 from meshd.wire.codec import Direction
 
 HIDDEN = RANK = 32
@@ -163,7 +162,8 @@ def lie(what: str, frame: Frame, payload: bytes | None = None, /, **changes: obj
 def resized(what: str, frame: Frame, payload: bytes, honest: bool) -> Lie:
     """honest: with the checksum of what it is now."""
     changes = {"payload_bytes": len(payload)}
-    return lie(what, frame, payload, **changes, **({"checksum": zlib.crc32(payload)} if honest else {}))
+    sums = {"checksum": zlib.crc32(payload, checksum_start(frame.header))} if honest else {}
+    return lie(what, frame, payload, **changes, **sums)
 
 
 def flipped(data: bytes, bit: int) -> bytes:
@@ -448,11 +448,10 @@ def test_what_a_liar_gives_back_costs_no_more_than_its_microbatch(codec: str) ->
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_frame_that_names_another_prior_than_it_was_written_with_teaches_its_sender_nothing(
+def test_a_frame_that_names_another_prior_than_it_was_written_with_teaches_nobody(
     codec: str, tmp_path: Path
 ) -> None:
-    """Both priors are there, so the bytes may decode to something else, or to the same where they need no prior. What
-    comes back of that names the other prior."""
+    """Both priors are there, so the bytes would decode to something else. The checksum covers the name."""
 
     def renamed(source: str, target: str, message: Message) -> list[Delivery]:
         if isinstance(message, pb.LinkMessage) and message.HasField("offer") and not message.offer.id.attempt:
@@ -465,14 +464,12 @@ def test_a_frame_that_names_another_prior_than_it_was_written_with_teaches_its_s
         async with taker(run, await both(tmp_path)) as (t, net), sender(run, net, old()) as s:
             net.tap = renamed
             result = await s.send()
-            if isinstance(result, Passed):  # told, and taken as it was the second time
-                assert t.metrics.value("dropped_corrupt") == s.corrupt + 1 == 1
-                torch.testing.assert_close(flat(s.stage.runtime), true.added)
-            else:
-                assert (result.reason, result.partial) == (pb.Drop.REASON_CORRUPT, True)
-                assert "which is not here" in result.text
-                assert (s.corrupt, s.tokens) == (1, 0)
-                assert gradients([s.stage.runtime]) == {}
+            assert isinstance(result, Passed)  # told, and sent as it was the second time
+            assert (t.metrics.value("dropped_corrupt"), s.corrupt) == (1, 0)
+            assert t.runtime.optimizer.tokens == s.tokens == ROWS * TOKENS
+            # Encoded again, at the rate that is due then: nearly the same.
+            alike = torch.nn.functional.cosine_similarity(flat(s.stage.runtime), true.added, dim=0)
+            assert alike > 0.95
             net.tap = None
             assert isinstance(await s.send(), Passed)
 
@@ -480,19 +477,14 @@ def test_a_frame_that_names_another_prior_than_it_was_written_with_teaches_its_s
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_gradient_that_names_another_prior_is_refused_unless_it_needs_none(codec: str) -> None:
+def test_a_gradient_that_names_another_prior_is_refused_and_asked_for_again(codec: str) -> None:
     async def main() -> None:
         true = truth("back", codec)
         async with told_lies(run_of("back", codec), true) as (s, teller):
             teller.tell(lie("renamed", true.gradient, prior=new().name))
-            result = await s.send()
-            if codec_named(codec).needs_prior:
-                assert isinstance(result, Dropped)
-                assert result.reason == pb.Drop.REASON_CORRUPT
-                assert (s.corrupt, s.tokens) == (1, 0)
-            else:
-                assert isinstance(result, Passed)
-                torch.testing.assert_close(flat(s.stage.runtime), true.added)
+            assert isinstance(await s.send(), Passed)
+            assert s.corrupt == 1
+            torch.testing.assert_close(flat(s.stage.runtime), true.added)
 
     run_virtual(main())
 

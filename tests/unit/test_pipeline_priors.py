@@ -257,7 +257,7 @@ class Source:
                 raise NetworkError("nobody has it")
             data = self.others[name]
             await asyncio.to_thread(self._bundles.write, bundle_of(name), {PRIOR: data}, {})
-            return await self.store.take(name)
+            return await self.store.take(name, stage)
         finally:
             self.running -= 1
 
@@ -402,8 +402,9 @@ def test_a_fetched_prior_of_another_boundary_is_not_kept(
                 await replies(duplex, 1)
             assert source.held == []
             assert t.metrics.value("priors_fetched") == 0
+            assert len(source.store) == 0
             await duplex.send(naming(elsewhere.name, 1))
-            assert (await replies(duplex, 1))[0].answer.verdict == DROP
+            assert (await replies(duplex, 1))[0].answer.verdict == NO_PRIOR
 
     run_virtual(main())
     (record,) = (each for each in caplog.records if each.getMessage() == "prior_not_fetched")

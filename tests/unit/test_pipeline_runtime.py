@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import pytest
 import torch
 from pipeline_helpers import (
@@ -28,7 +30,7 @@ from meshd.gossip.values import FlatParameters
 from meshd.model.loss import token_loss
 from meshd.pipeline.exhaustion import out_of_memory
 from meshd.pipeline.runtime import NonFinite, Pace, StageRuntime, StaleMicrobatch
-from meshd.wire import CodecContext, codec_named
+from meshd.wire import CodecContext, Frame, checksum_start, codec_named
 
 
 def plain_gradients(runtimes: list[StageRuntime], batch, seed: int) -> tuple[float, dict[str, torch.Tensor]]:
@@ -194,6 +196,12 @@ def test_a_gradient_from_the_wire_that_is_not_finite_is_refused(value: float) ->
     assert gradients(runtimes[:1]) == {}
 
 
+def signed(frame: Frame, dtype: str) -> None:
+    """Another dtype, and the checksum that goes with it."""
+    frame.header.dtype = dtype
+    frame.header.checksum = zlib.crc32(frame.payload, checksum_start(frame.header))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_header_with_another_float_format_is_computed_in_the_models_own(dtype: str) -> None:
     """The header is the sender's word: it must not reach a matrix product (a peer could end this process)."""
@@ -202,12 +210,12 @@ def test_a_header_with_another_float_format_is_computed_in_the_models_own(dtype:
     there(runtimes, work)
     frame = work[1].frame
     assert frame is not None
-    frame.header.dtype = dtype
+    signed(frame, dtype)
     loss, (last, origin) = back(runtimes, work)
     assert loss > 0
     assert last.gradient is not None
     gradient = last.gradient.frame()
-    gradient.header.dtype = dtype
+    signed(gradient, dtype)
     backward(runtimes[0], 0, works(make_batch(1), 2)[0], gradient)
     assert origin.gradient is None
 

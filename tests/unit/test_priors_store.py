@@ -128,16 +128,16 @@ async def test_a_fetched_bundle_is_taken_up(bundles: BundleStore) -> None:
     store = opened(bundles)
     name = prior(1).name
     with pytest.raises(NotHere):
-        await store.take(name)
+        await store.take(name, 1)
     bundles.write(bundle_of(name), {PRIOR: prior(1).to_bytes()}, {})
     # One that is older than all that is kept stays for whoever fetched it to hold it.
     await put(store, 5, 6)
-    assert (await store.take(name)).name == name
+    assert (await store.take(name, 1)).name == name
     store.hold(name)
     await put(store, 7)
     assert store.get(name) is not None
     store.release(name)
-    assert (await store.take(name)).name == name  # still on the disk
+    assert (await store.take(name, 1)).name == name  # still on the disk
     await put(store, 8)
     assert on_disk(bundles) == {bundle_of(prior(w).name) for w in (7, 8)}
 
@@ -155,7 +155,7 @@ async def test_a_fetched_bundle_that_is_not_what_its_name_says_is_deleted(
     }[content]
     bundles.write(bundle_of(name), files, {})
     with pytest.raises(MismatchError):
-        await store.take(name)
+        await store.take(name, 1)
     assert on_disk(bundles) == set()
     assert store.get(name) is None
 
@@ -168,7 +168,7 @@ async def test_what_is_damaged_on_the_disk_is_dropped_at_the_start(bundles: Bund
     bundles.write("base/0", {"weights": b"w"}, {})
     store = opened(BundleStore(bundles.root))
     with pytest.raises(DataError, match="damaged"):
-        await store.take(prior(1).name)
+        await store.take(prior(1).name, 1)
     await store.load()
     assert len(store) == 1
     assert on_disk(bundles) == {bundle_of(prior(2).name)}
@@ -181,3 +181,26 @@ async def test_fewer_are_kept_after_a_restart_that_says_so(bundles: BundleStore)
     await store.load()
     assert len(store) == 1
     assert on_disk(bundles) == {bundle_of(prior(3).name)}
+
+
+async def test_a_fetched_prior_of_another_boundary_is_deleted(bundles: BundleStore) -> None:
+    """Kept, it could be the newest of a boundary that this peer is the author of."""
+    store = opened(bundles)
+    made = prior(2**60, boundary=2)
+    bundles.write(bundle_of(made.name), {PRIOR: made.to_bytes()}, {})
+    with pytest.raises(MismatchError, match="boundary 2 where one of 1"):
+        await store.take(made.name, 1)
+    assert store.newest(2) is None
+    assert on_disk(bundles) == set()
+
+
+async def test_what_is_only_fetched_does_not_pile_up_on_the_disk(bundles: BundleStore) -> None:
+    store = opened(bundles, keep=1)
+    for measured in range(6):
+        made = prior(measured)
+        bundles.write(bundle_of(made.name), {PRIOR: made.to_bytes()}, {})
+        await store.take(made.name, 1)
+        store.hold(made.name)
+        store.release(made.name)
+    assert len(store) == 1
+    assert len(on_disk(bundles)) <= 2

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from meshd.errors import ConfigError, MismatchError
 from meshd.proto import meshd_pb2 as pb
-from meshd.wire import CodecContext, Frame, check_header, codec_named, decode
+from meshd.wire import CodecContext, Frame, check_header, checksum_start, codec_named, decode
 
 CODECS = ["dense", "dense32", "int8"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -128,6 +128,11 @@ def changed(frame: Frame, payload: bytes | None = None, **fields: object) -> Fra
     return Frame(header, frame.payload if payload is None else payload)
 
 
+def resigned(frame: Frame) -> Frame:
+    """With the checksum of what it has become."""
+    return changed(frame, checksum=zlib.crc32(frame.payload, checksum_start(frame.header)))
+
+
 @pytest.mark.parametrize("name", CODECS)
 def test_damage_is_refused(name: str) -> None:
     """Every cut and every flipped bit: MismatchError, never another tensor."""
@@ -138,7 +143,11 @@ def test_damage_is_refused(name: str) -> None:
         # Also when the sender signs for it.
         cut = good.payload[:size]
         with pytest.raises(MismatchError):
-            decode(changed(good, cut, payload_bytes=size, checksum=zlib.crc32(cut)), CONTEXT, CPU)
+            decode(
+                changed(good, cut, payload_bytes=size, checksum=zlib.crc32(cut, checksum_start(good.header))),
+                CONTEXT,
+                CPU,
+            )
     for bit in range(0, 8 * len(good.payload), 37):
         flipped = bytearray(good.payload)
         flipped[bit // 8] ^= 1 << bit % 8
@@ -146,7 +155,16 @@ def test_damage_is_refused(name: str) -> None:
             decode(changed(good, bytes(flipped)), CONTEXT, CPU)
     longer = good.payload + b"\0"
     with pytest.raises(MismatchError):
-        decode(changed(good, longer, payload_bytes=len(longer), checksum=zlib.crc32(longer)), CONTEXT, CPU)
+        decode(
+            changed(
+                good,
+                longer,
+                payload_bytes=len(longer),
+                checksum=zlib.crc32(longer, checksum_start(good.header)),
+            ),
+            CONTEXT,
+            CPU,
+        )
 
 
 @pytest.mark.parametrize(
@@ -189,7 +207,7 @@ def test_values_that_are_not_finite_are_refused(name: str, value: float) -> None
 def test_an_fp32_payload_that_overflows_the_announced_fp16_is_refused() -> None:
     frame = codec_named("dense32").encode(torch.full((1, 1, 2), 1e6), CONTEXT)
     with pytest.raises(MismatchError, match="finite"):
-        decode(changed(frame, dtype="float16"), CONTEXT, CPU)
+        decode(resigned(changed(frame, dtype="float16")), CONTEXT, CPU)
 
 
 def test_an_unknown_codec_of_the_run_spec_names_the_field() -> None:
