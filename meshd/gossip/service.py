@@ -70,6 +70,17 @@ class Gossip:
                     break
                 await self._stage.clock.sleep(_RETRY_S * (0.5 + self._stage.rng.random()))
 
+    async def farewell(self) -> None:
+        """One last exchange, with any replica that takes it: what this peer has learnt must not go with it."""
+        replicas = list(self._stage.around.replicas(self._own_stage))
+        self._stage.rng.shuffle(replicas)
+        keeping = self._stage.runtime.keeping
+        for _ in range(_RETRIES):
+            for replica in replicas:
+                if keeping.kept >= keeping.stepped or (not self._busy and await self.exchange_with(replica)):
+                    return
+            await self._stage.clock.sleep(_RETRY_S * (0.5 + self._stage.rng.random()))
+
     async def exchange_with(self, partner: Replica) -> bool:
         """One attempt. A partner that fails (and is not just busy) is set aside for a while."""
         self._busy = True

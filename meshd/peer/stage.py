@@ -204,6 +204,8 @@ class StagePeer:
                     tasks.create_task(self._source(pipeline, snapshots, number)),
                 ]
                 move = await self._until_end(snapshots)
+                if not snapshots.finished.is_set():
+                    await gossip.farewell()
                 for service in services:
                     service.cancel()
         finally:

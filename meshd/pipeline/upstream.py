@@ -89,7 +89,12 @@ class Intake:
             with ungrouped():
                 await link.run(messages)
         except LinkLost as lost:
-            event(log, "upstream_lost", level=logging.DEBUG, peer=link.name, reason=str(lost))
+            # At the run's end all go.
+            level = (
+                logging.DEBUG if self.draining or self.pipeline.stage.runtime.finished else logging.WARNING
+            )
+            stage = self.pipeline.stage.hops[first.open.hop - 1].stage
+            event(log, "upstream_lost", level=level, peer=link.name, stage=stage, reason=str(lost))
         except MismatchError as error:
             event(log, "upstream_refused", level=logging.WARNING, peer=link.name, reason=str(error))
             raise

@@ -136,6 +136,27 @@ def test_a_peer_leaves_in_good_order(
     run_virtual(main())
 
 
+def test_what_a_leaver_has_learnt_stays(tiny_model: Path, adapt_text: Path, tmp_path: Path) -> None:
+    """It exchanges once more before it goes, however long the next exchange would have been off."""
+    spec = spec_for(tiny_model, adapt_text, 10, gossip={"every": 1000})
+
+    async def main() -> None:
+        async with swarm(spec, tmp_path) as s:
+            s.delay(DELAY, "seed", "a0", "a1", "b1")
+            await s.gathered(["a0"], ["a1", "b1"])
+            await s.until(lambda: s.version("b1") >= 2)
+            runtime = s.stage_peer("b1").runtime
+            assert runtime.keeping.kept == 0
+            s.peers["b1"].leave()
+            await s.finished("b1")
+            assert s.counted("gossip_exchanges", "b1") == s.counted("gossip_exchanges", "a1") == 1
+            unstepped = runtime.keeping.added - runtime.keeping.stepped
+            await s.finished("a0", "a1")
+            assert s.counted("lost_after_commit", "a0") == unstepped
+
+    run_virtual(main())
+
+
 def test_an_injector_leaves_and_its_data_position_is_on_disk(
     tiny_model: Path, adapt_text: Path, tmp_path: Path
 ) -> None:

@@ -185,7 +185,9 @@ def test_a_line_that_is_not_one_is_an_error_with_its_place(tmp_path: Path, line:
     assert path.read_bytes().startswith(good)
 
 
-@pytest.mark.parametrize("content", [b"", b"B 1 1", b"hello\n", b"I 0\n", b"B 5 1 1 0 9 5 5 0\n", b"B 1 2 3\n"])
+@pytest.mark.parametrize(
+    "content", [b"", b"B 1 1", b"hello\n", b"I 0\n", b"B 5 1 1 0 9 5 5 0\n", b"B 1 2 3\n"]
+)
 def test_a_file_without_its_first_line_is_not_taken_for_a_new_journal(tmp_path: Path, content: bytes) -> None:
     """Starting at zero beside old data would train on it twice without a word (C25)."""
     path = tmp_path / "journal"
