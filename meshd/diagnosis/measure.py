@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import process_time
 
 import torch
 from torch import Tensor
@@ -54,8 +54,9 @@ class PlanResult:
 
     failed: why it gave no numbers (a value that is not finite, in words); then the rest is empty or NaN. loss: mean
     over label tokens, nats. cosine_stages: of each stage's gradient to the uncompressed one of the same minibatch,
-    mean over minibatches. cost_share: time of encoding and decoding that a stage in the middle spends, of its forward
-    and backward pass (the mean over stages, without recomputation).
+    mean over minibatches. cost_share: processor time of the device's halves of encoding and decoding that a stage in
+    the middle does, of that of its forward and backward pass (the mean over stages, without recomputation);
+    coder_share: of the halves that run in threads beside it (the entropy coder).
     """
 
     plan: Plan
@@ -64,6 +65,7 @@ class PlanResult:
     boundaries: tuple[BoundaryResult, ...] = ()
     cosine_stages: tuple[float, ...] = ()
     cost_share: float = float("nan")
+    coder_share: float = float("nan")
 
     @property
     def bytes_per_token(self) -> float:
@@ -81,7 +83,7 @@ class PlanResult:
 
 @dataclass(frozen=True)
 class Measured:
-    """Results of all plans, in order. loss: without codecs; pass_s: seconds of such a pass, forward and backward."""
+    """Results of all plans, in order. loss: without codecs; pass_s: processor seconds of such a pass."""
 
     loss: float
     tokens: int
@@ -132,10 +134,10 @@ def measure(
     trials = [Trial(plan, priors, features) for plan in plans]
     nats, labels, tokens, seconds = 0.0, 0, 0, 0.0
     for number, batch in enumerate(batches):
-        began = perf_counter()
+        began = process_time()
         loss = model.loss(batch, lambda hidden, _: hidden)
         loss.backward()  # type: ignore[no-untyped-call]
-        seconds += perf_counter() - began
+        seconds += process_time() - began
         if not bool(torch.isfinite(loss)):
             raise DataError(f"the model's own loss on this text is {loss.item()}. Fix: check its weights")
         nats += loss.item() * batch.label_tokens
@@ -192,13 +194,15 @@ class Trial:
         token's id."""
         if self._failed:
             return PlanResult(self._plan, self._failed)
-        seconds = sum(meter.forward.seconds + meter.backward.seconds for meter in self._meters)
+        boundaries = [meter.boundary for meter in self._meters]
+        passes_s = stage_s * len(boundaries)
         return PlanResult(
             self._plan,
             loss=self._nats / labels,
             boundaries=tuple(meter.result(id_bytes) for meter in self._meters),
             cosine_stages=tuple(_mean(stage) for stage in zip(*self._cosines, strict=True)),
-            cost_share=seconds / len(self._meters) / stage_s,
+            cost_share=sum(boundary.device_s for boundary in boundaries) / passes_s,
+            coder_share=sum(boundary.coder_s for boundary in boundaries) / passes_s,
         )
 
 
@@ -208,18 +212,16 @@ class _Sums:
 
     bytes: int = 0
     tokens: int = 0
-    seconds: float = 0.0
     squares: float = 0.0
     compared: int = 0
 
-    def add(self, sent: Tensor, received: Tensor, seconds: float) -> None:
+    def add(self, sent: Tensor, received: Tensor) -> None:
         sent, received = (x.detach().flatten(0, -2).double() for x in (sent, received))
         norm = sent.square().sum(1)
         some = norm > 0  # a token without a gradient has no relative error
         self.squares += float(((received - sent).square().sum(1)[some] / norm[some]).sum())
         self.compared += int(some.sum())
         self.tokens += len(sent)
-        self.seconds += seconds
 
     def result(self, codec: str) -> Crossed:
         return Crossed(codec, self.bytes / self.tokens, (self.squares / max(1, self.compared)) ** 0.5)
@@ -238,25 +240,22 @@ class Meter:
 
     def __post_init__(self) -> None:
         there, back = codec_named(self.pair.forward), codec_named(self.pair.backward)
-        self._boundary = Boundary(there, back, on_frame=self._count)
+        self.boundary = Boundary(there, back, on_frame=self._count)
 
     def __call__(self, hidden: Tensor, ids: Tensor, seed: int) -> Tensor:
         """What the far side sees of `hidden` (B, T, H). Raises NotFinite, also on the way back."""
         self._check(hidden, "activations")
         context = CodecContext(self.number, "forward", ids, seed, self.prior, self.features)
-        began = perf_counter()
-        received = self._boundary(hidden, context)
-        self.forward.add(hidden, received, perf_counter() - began)
-        sent: list[tuple[Tensor, float]] = []
+        received = self.boundary(hidden, context)
+        self.forward.add(hidden, received)
+        sent: list[Tensor] = []
 
         def leaves(gradient: Tensor) -> None:
             self._check(gradient, "gradients")
-            sent.append((gradient, perf_counter()))
+            sent.append(gradient)
 
         def arrives(gradient: Tensor) -> None:
-            ended = perf_counter()
-            before, began = sent.pop()
-            self.backward.add(before, gradient, ended - began)
+            self.backward.add(sent.pop(), gradient)
 
         _on_gradient(received, leaves)
         _on_gradient(hidden, arrives)

@@ -51,7 +51,7 @@ def _plans_table(diagnosis: Diagnosis) -> Table:
             f"{result.cosine_mean:.3f}",
             f"{result.cosine_min:.3f}",
             " ".join(f"{value:.2f}" for value in result.cosine_stages),
-            f"{100 * result.cost_share:.1f} %",
+            f"{100 * result.cost_share:.1f} + {100 * result.coder_share:.1f} %",
         )
     return table
 
@@ -110,6 +110,7 @@ def _plan_json(diagnosis: Diagnosis, result: PlanResult) -> dict[str, Any]:
         "cosine_min": result.cosine_min,
         "cosine_stages": list(result.cosine_stages),
         "cost_share": result.cost_share,
+        "coder_share": result.coder_share,
         "boundaries": [_boundary_json(diagnosis, boundary) for boundary in result.boundaries],
     }
 

@@ -17,7 +17,6 @@ from typing import TypeAlias
 import constriction
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from meshd.errors import MismatchError
 from meshd.wire import bits
@@ -207,22 +206,24 @@ def encode(levels: npt.NDArray[np.integer], classes: Classes, tables: Tables) ->
         raise ValueError(f"levels of shape {levels.shape} for classes of shape {classes.shape}")
     layout = _Layout.of(classes)
     words: list[bytes] = []
-    tails: dict[int, list[torch.Tensor]] = {width: [] for width in layout.widths}
-    for start, stop in layout.shards:
-        order, runs = _ordered(classes[start:stop])
+    tails: dict[int, list[Levels]] = {width: [] for width in layout.widths}
+    for (start, stop), counts in zip(layout.shards, layout.counts, strict=True):
+        order, runs = _ordered(classes[start:stop], counts)
         values = levels[start:stop].reshape(-1)[order].astype(np.int32, copy=False)
+        # At once for all runs: there may be a hundred short ones in a shard.
+        bound = np.repeat(_HALF << LOW_BITS.astype(np.int32), counts)
+        np.minimum(values, bound - 1, out=values)
+        np.maximum(values, np.negative(bound, out=bound), out=values)
         for row, first, last in runs:
             low = int(LOW_BITS[row])
-            run = values[first:last]
-            np.clip(run, -_HALF << low, (_HALF << low) - 1, out=run)
             if low:
-                # `pack` takes the lowest bits; int16 holds every level.
-                tails[low].append(torch.from_numpy(run.astype(np.int16)))
+                run = values[first:last]
+                tails[low].append(run.copy())  # packing takes the lowest bits
                 run >>= low
         values += _HALF
         words.append(_encode_shard(values, runs, tables))
     sizes = np.array([len(shard) // 4 for shard in words], dtype="<u4")
-    packed = (bits.pack(torch.cat(pieces), width).numpy().tobytes() for width, pieces in tails.items())
+    packed = (bits.pack_array(np.concatenate(pieces), width) for width, pieces in tails.items())
     return b"".join([sizes.tobytes(), *words, *packed])
 
 
@@ -238,8 +239,8 @@ def decode(payload: bytes | memoryview, classes: Classes, tables: Tables) -> Lev
     low = _unpack_low(tail, layout)
     taken = dict.fromkeys(low, 0)
     levels = np.zeros(classes.shape, dtype=np.int32)
-    for (start, stop), words in zip(layout.shards, shards, strict=True):
-        order, runs = _ordered(classes[start:stop])
+    for (start, stop), words, counts in zip(layout.shards, shards, layout.counts, strict=True):
+        order, runs = _ordered(classes[start:stop], counts)
         values = _decode_shard(words, len(order), runs, tables)
         values -= _HALF
         for row, first, last in runs:
@@ -259,10 +260,12 @@ _Run: TypeAlias = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where everything lies. shards: the first token and the end of each; coded: how many values each codes; widths:
-    how many low bits, ascending, to the number of values with so many."""
+    """Where everything lies. shards: the first token and the end of each; counts: (shards, CLASSES), its values by
+    class; coded: how many values each codes; widths: how many low bits, ascending, to the number of values with so
+    many."""
 
     shards: list[tuple[int, int]]
+    counts: npt.NDArray[np.int64]
     coded: list[int]
     widths: dict[int, int]
 
@@ -284,17 +287,16 @@ class _Layout:
         counts = counts[:, :CLASSES]
         by_width = np.bincount(LOW_BITS, counts.sum(axis=0)).astype(np.int64).tolist()
         widths = {width: count for width, count in enumerate(by_width) if width and count}
-        return cls(shards, counts.sum(axis=1).tolist(), widths)
+        return cls(shards, counts, counts.sum(axis=1).tolist(), widths)
 
     @property
     def low_bytes(self) -> int:
         return sum(bits.packed_bytes(count, width) for width, count in self.widths.items())
 
 
-def _ordered(classes: Classes) -> tuple[npt.NDArray[np.intp], list[_Run]]:
+def _ordered(classes: Classes, counts: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.intp], list[_Run]]:
     """The places of a shard's coded values, flat, in the order of the stream, and the classes they come in."""
     flat = classes.reshape(-1)
-    counts = np.bincount(flat, minlength=256)[:CLASSES]
     # Sorting bytes is a radix sort; what is not coded sorts last.
     order = flat.argsort(kind="stable")[: counts.sum()]
     ends = counts.cumsum().tolist()
@@ -328,13 +330,12 @@ def _decode_shard(words: npt.NDArray[np.uint32], count: int, runs: list[_Run], t
     return symbols
 
 
-def _unpack_low(tail: memoryview, layout: _Layout) -> dict[int, Levels]:
+def _unpack_low(tail: memoryview, layout: _Layout) -> dict[int, npt.NDArray[np.uint16]]:
     """The low bits of all levels, by how many there are, in the order of the stream."""
-    low: dict[int, Levels] = {}
+    low: dict[int, npt.NDArray[np.uint16]] = {}
     for width, count in layout.widths.items():
         size = bits.packed_bytes(count, width)
-        packed = torch.frombuffer(bytearray(tail[:size]), dtype=torch.uint8)
-        low[width] = bits.unpack(packed, width, count).numpy()
+        low[width] = bits.unpack_array(tail[:size], width, count)
         tail = tail[size:]
     return low
 

@@ -286,8 +286,10 @@ class Masked(Codec):
         if isinstance(quantized, coded.EntropyCoded):
             assert outlier is not None
             assert gain is not None
-            z = z.new_empty(tokens, hidden).masked_scatter_(~outlier[:, None], z)
-            z = z.masked_scatter_(outlier[:, None], few)
+            if len(few):
+                whole = z.new_empty(tokens, hidden)
+                whole[~outlier], whole[outlier] = z, few.float()
+                z = whole
             gain = torch.where(outlier[:, None], gain, reference)
         x = z if gain is None else z * gain
         if outlier is not None:

@@ -62,6 +62,7 @@ def row(diagnosis: Diagnosis, result: PlanResult) -> dict:
         "cosine_mean": round(result.cosine_mean, 4),
         "cosine_min": round(result.cosine_min, 4),
         "cost_share": round(result.cost_share, 4),
+        "coder_share": round(result.coder_share, 4),
     }
 
 

@@ -1,13 +1,14 @@
 """Bit packing (docs/bitstream.md, "Packed values")."""
 
 import bitstream_reference as reference
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshd.errors import MismatchError
-from meshd.wire.bits import pack, packed_bytes, unpack
+from meshd.wire.bits import pack, pack_array, packed_bytes, unpack, unpack_array
 
 
 @settings(max_examples=150, deadline=None)
@@ -68,3 +69,19 @@ def test_a_width_that_cannot_be_packed(bits: int) -> None:
         pack(torch.tensor([0]), bits)
     with pytest.raises(ValueError, match="1 to 31"):
         unpack(torch.tensor([0], dtype=torch.uint8), bits, 1)
+
+
+@settings(deadline=None)
+@given(data=st.data(), bits=st.integers(1, 16))
+def test_arrays_are_packed_as_tensors_are(data: st.DataObject, bits: int) -> None:
+    """Two implementations of one format; the one for arrays also takes the lowest bits of what is larger or negative."""
+    values = data.draw(st.lists(st.integers(-(2**20), 2**20), max_size=70))
+    array = np.array(values, dtype=np.int32)
+    packed = pack_array(array, bits)
+    assert packed == pack(torch.from_numpy(array), bits).numpy().tobytes()
+    assert unpack_array(packed, bits, len(values)).tolist() == [value % 2**bits for value in values]
+    with pytest.raises(MismatchError):
+        unpack_array(packed + b"\0", bits, len(values))
+    if used := len(values) * bits % 8:
+        with pytest.raises(MismatchError, match="bits set after the last"):
+            unpack_array(packed[:-1] + bytes([packed[-1] | 1 << used]), bits, len(values))
