@@ -74,7 +74,7 @@ def test_a_width_that_cannot_be_packed(bits: int) -> None:
 @settings(deadline=None)
 @given(data=st.data(), bits=st.integers(1, 16))
 def test_arrays_are_packed_as_tensors_are(data: st.DataObject, bits: int) -> None:
-    """Two implementations of one format; the one for arrays also takes the lowest bits of what is larger or negative."""
+    """Two implementations of one format; both take the lowest bits of what is larger or negative."""
     values = data.draw(st.lists(st.integers(-(2**20), 2**20), max_size=70))
     array = np.array(values, dtype=np.int32)
     packed = pack_array(array, bits)
