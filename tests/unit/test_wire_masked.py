@@ -277,6 +277,24 @@ def test_the_adjoint_is_the_transpose_of_what_encoding_keeps() -> None:
         assert left == pytest.approx(right, rel=0.02, abs=0.1), name
 
 
+@pytest.mark.parametrize("name", ["dense32", "random:keep=0.5", "random:keep=0.25,rescale=sqrt"])
+@pytest.mark.filterwarnings("ignore:Input .* requires gradient and is not a double")
+def test_the_exact_adjoint_is_the_gradient_that_finite_differences_show(name: str) -> None:
+    """Whole numbers cross bf16 as they are, so that differences of 1 are exact."""
+    ids = torch.zeros((1, 2), dtype=torch.int64)
+    x = torch.randint(-8, 9, (1, 2, HIDDEN)).float().requires_grad_()
+    back = codec_named("dense32")
+
+    def crossed(exact: bool) -> bool:
+        boundary = Boundary(codec_named(name), back, exact)
+        return torch.autograd.gradcheck(
+            lambda x: boundary(x, context(ids)), (x,), eps=1.0, atol=1e-2, raise_exception=False
+        )
+
+    assert crossed(exact=True)
+    assert crossed(exact=False) is (name == "dense32")  # straight through is not what a mask does
+
+
 def test_gradients_cross_back_straight_or_by_the_adjoint() -> None:
     ids = torch.zeros((1, 4), dtype=torch.int64)
     codec, back = codec_named("random:keep=0.5"), codec_named("dense32")
