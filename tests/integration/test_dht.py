@@ -250,6 +250,7 @@ async def test_c13_while_p2pd_cannot_start_peers_stay_known_and_the_reason_is_sa
     assert peer.registry.problem == ""
 
 
+@pytest.mark.slow  # hivemind waits 15 s for a daemon that is gone
 async def test_c13_p2pd_that_dies_while_the_node_starts_is_one_more_try(
     start: Starter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,10 +297,7 @@ async def test_all_bootstrap_peers_dead_and_all_records_old_the_others_are_the_w
     await until(lambda: one.registry.peers == (), "the records have ended")
     os.kill(pid, signal.SIGKILL)
     await until(lambda: one.registry.p2pd_pid not in (pid, None), "p2pd is started again")
-    async with asyncio.timeout(30):
-        while not one.registry.joined:  # noqa: ASYNC110 - another process changes it
-            await asyncio.sleep(0.05)
-    assert "connection refused" in one.registry.problem, "the dead seed is named"
+    await until(lambda: one.registry.joined, "it has joined by the other")
 
 
 async def test_a_p2pd_that_hangs_is_replaced(start: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
