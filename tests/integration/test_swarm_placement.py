@@ -95,6 +95,7 @@ def throughput(s: Swarm, origins: Sequence[str], since: float, until: float) -> 
     return sum(p.label_tokens for p in points if since <= p.time < until) / (until - since)
 
 
+@pytest.mark.slow
 def test_a_peer_goes_from_the_fast_stage_to_the_slow_one_while_training_goes_on(
     starting: dict[str, int],
     tiny_model: Path,
@@ -219,6 +220,7 @@ def test_a_stage_that_lost_its_last_replica_gets_one_that_another_can_spare(
     run_virtual(main())
 
 
+@pytest.mark.slow
 def test_a_peer_comes_back_when_the_stage_it_went_to_does_not_fit(
     starting: dict[str, int],
     tiny_model: Path,

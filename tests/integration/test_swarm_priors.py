@@ -77,7 +77,9 @@ def test_a_sender_fits_a_prior_and_masked_frames_train_the_model(
     added = Additions(monkeypatch)
     tokens = 2 * PRIOR_TOKENS
     wire = {"forward": FORWARD, "backward": BACKWARD, "prior_tokens": tokens}
-    spec = masked(tiny_model, adapt_text, 60, snapshot={"evaluate": True}, wire=wire)
+    spec = masked(
+        tiny_model, adapt_text, 60, snapshot={"evaluate": True}, wire=wire, data={"held_out_sequences": 64}
+    )
 
     async def main() -> None:
         async with swarm(spec, tmp_path) as s:
@@ -101,13 +103,14 @@ def test_a_sender_fits_a_prior_and_masked_frames_train_the_model(
             assert s.counted("priors_fitted", "a0") == s.counted("priors_fetched", "a1") == 1
             assert s.counted("dropped_corrupt") == 0
             losses = await held_out(s)
-            assert losses[-1] < losses[0] - 0.05  # dense 0.17
+            assert losses[-1] < losses[0] - 0.25  # dense and this: 0.34
             assert s.account("a0").holds
         added.check()
 
     run_virtual(main())
 
 
+@pytest.mark.slow
 def test_newcomers_get_the_prior_and_a_restarted_sender_goes_on_with_its_own(
     tiny_model: Path, adapt_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +140,7 @@ def test_newcomers_get_the_prior_and_a_restarted_sender_goes_on_with_its_own(
     run_virtual(main())
 
 
+@pytest.mark.slow
 def test_each_sender_has_its_own_prior_and_receivers_keep_them_apart(
     tiny_model: Path, adapt_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from daemons import meshd, write_spec
 pytestmark = [pytest.mark.system, pytest.mark.timeout(200)]
 
 
+@pytest.mark.slow
 def test_codecs_of_a_run_spec_are_measured(tmp_path: Path, tiny_model: Path, adapt_text: Path) -> None:
     """Ring, three stages, an entropy-coded boundary of its own; tables, numbers and plot, and nothing but them."""
     spec = write_spec(
