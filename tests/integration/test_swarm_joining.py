@@ -11,6 +11,7 @@ import pytest
 from google.protobuf.message import Message
 from swarm import swarm, tiny_spec
 
+from meshd import PROTOCOL_VERSION
 from meshd.errors import MismatchError, NetworkError
 from meshd.peer.resolve import load_run
 from meshd.priors.features import FEATURES, RANK, TokenFeatures
@@ -84,7 +85,8 @@ def test_a_peer_of_another_protocol_is_left_alone(tiny_model: Path, adapt_text: 
             transport = s.network.transport("old:1")
             hello = pb.HelloRequest(run_id=s.run.run_id, protocol=999, name="old")
             with pytest.raises(
-                MismatchError, match="protocol 999 meets protocol 1 of seed: update the older meshd"
+                MismatchError,
+                match=f"protocol 999 meets protocol {PROTOCOL_VERSION} of seed: update the older meshd",
             ):
                 await transport.hello("seed:1", hello)
             record = pb.Record(
