@@ -177,6 +177,7 @@ def quick(tiny_model: Path, adapt_text: Path, steps: int) -> RunSpec:
     )
 
 
+@pytest.mark.slow
 def test_a_stage_that_lost_its_last_replica_gets_one_that_another_can_spare(
     starting: dict[str, int],
     tiny_model: Path,

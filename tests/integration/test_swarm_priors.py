@@ -203,6 +203,7 @@ def test_a_replica_that_cannot_get_the_prior_is_sent_safe_frames(
     run_virtual(main())
 
 
+@pytest.mark.slow
 def test_what_is_stored_under_a_prior_comes_back_under_it_after_a_change(
     tiny_model: Path, adapt_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,7 +77,13 @@ def said(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, object]
     return [fields_of(record) for record in caplog.records if record.getMessage() == event]
 
 
-@pytest.mark.parametrize("lost", [["a", "b", "c", "seed"], ["b"]], ids=["everybody's", "one peer's"])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        pytest.param(["a", "b", "c", "seed"], id="everybody's"),
+        pytest.param(["b"], id="one peer's", marks=pytest.mark.slow),
+    ],
+)
 def test_c13_training_goes_on_without_the_registry(
     lost: list[str], tiny_model: Path, adapt_text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
