@@ -18,9 +18,14 @@ POOLS = {
     "concurrent.futures.ProcessPoolExecutor",
     "concurrent.futures.process",
 }
-# `subprocess` uses vfork there, which runs no fork handlers; a function to run in the child makes it fork. The last two
-# call the package installer for a packaged model or text.
-STARTS_PROCESSES = {"discovery/p2pd_process.py", "model/packaged.py", "data/known.py"}
+# `subprocess` uses vfork there, which runs no fork handlers; a function to run in the child makes it fork. The second
+# and third call the package installer for a packaged model or text, the last one `ip`, in a script without a server.
+STARTS_PROCESSES = {
+    "discovery/p2pd_process.py",
+    "model/packaged.py",
+    "data/known.py",
+    "swarm/chaos/network.py",
+}
 # The supervisor of a local swarm is a process without a server.
 SUPERVISOR = {"swarm/process.py"}
 # Both fork, on uvloop.
