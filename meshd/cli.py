@@ -82,7 +82,12 @@ Announce = Annotated[str | None, typer.Option(help="Address that others dial (de
 Port = Annotated[int | None, typer.Option(help="gRPC port; 0 takes a free one.")]
 DhtPort = Annotated[int | None, typer.Option(help="libp2p port; 0 takes a free one.")]
 HttpPort = Annotated[
-    str | None, typer.Option(metavar="PORT", help="Port of /healthz; 0 takes a free one, `off` serves none.")
+    str | None,
+    typer.Option(
+        metavar="PORT",
+        parser=lambda text: int(text) if text.isdecimal() else text,
+        help="Port of /healthz; 0 takes a free one, `off` serves none.",
+    ),
 ]
 StateDir = Annotated[
     Path | None, typer.Option(help="Identity, snapshots, caches (default ~/.local/state/meshd).")
@@ -379,10 +384,6 @@ def _given(arguments: Mapping[str, object]) -> dict[str, object]:
     """The options of a command that are fields of the peer config and were given."""
     from meshd.config.peer import PeerConfig
 
-    # The one option that is a number or a word.
-    port = arguments.get("http_port")
-    if isinstance(port, str) and port.isdecimal():
-        arguments = {**arguments, "http_port": int(port)}
     return {
         name: str(value) if isinstance(value, StrEnum) else value
         for name, value in arguments.items()

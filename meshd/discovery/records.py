@@ -12,6 +12,7 @@ from collections import OrderedDict
 
 from google.protobuf.message import DecodeError
 
+from meshd import PROTOCOL_VERSION
 from meshd.identity import Identity, peer_id_of, verify
 from meshd.proto import meshd_pb2 as pb
 
@@ -128,6 +129,20 @@ class RecordBook:
         gone = [peer_id for peer_id, record in self._records.items() if record.expires + MAX_AHEAD_S < now]
         for peer_id in gone:
             del self._records[peer_id]
+
+
+def hello_of(mine: pb.Record, wall_clock: float = 0.0) -> pb.HelloRequest:
+    """How the peer of a record greets another. wall_clock: its time; 0: not said, they have met."""
+    return pb.HelloRequest(
+        run_id=mine.run_id,
+        protocol=PROTOCOL_VERSION,
+        peer_id=mine.peer_id,
+        name=mine.name,
+        role=mine.role,
+        stage=mine.stage,
+        incarnation=mine.incarnation,
+        wall_clock=wall_clock,
+    )
 
 
 def withdrawn(record: pb.Record) -> pb.Record:

@@ -29,9 +29,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from meshd import PROTOCOL_VERSION
 from meshd.clock import Clock
-from meshd.discovery.records import content_problem, is_withdrawn
+from meshd.discovery.records import content_problem, hello_of, is_withdrawn
 from meshd.errors import ConfigError, MeshdError, ResourceError
 from meshd.identity import public_key_of
 from meshd.observe.log import event
@@ -103,7 +102,7 @@ class StaticRegistry:
             None  # address, stage and role that the file last confirmed
         )
         self._disowned = ""  # why it does not any more, as last logged
-        self._mine = pb.Record(peer_id=me)
+        self._mine = pb.Record(peer_id=me, run_id=run_id)
         self._heard: dict[str, pb.Record] = {}
         self._silent: dict[str, str] = {}  # peer id: why, as last logged
         self._looking = asyncio.Lock()
@@ -235,18 +234,8 @@ class StaticRegistry:
             )
 
     def _hello(self, entry: _Entry) -> pb.HelloRequest:
-        mine = self._mine
         met = entry.id in self._heard and entry.id not in self._silent
-        return pb.HelloRequest(
-            run_id=self._run_id,
-            protocol=PROTOCOL_VERSION,
-            peer_id=mine.peer_id,
-            name=mine.name,
-            role=mine.role,
-            stage=mine.stage,
-            incarnation=mine.incarnation,
-            wall_clock=0.0 if met else self._clock.time(),
-        )
+        return hello_of(self._mine, 0.0 if met else self._clock.time())
 
     def _problem(self, entry: _Entry, record: pb.Record) -> str | None:
         """Why an answer is not that of the listed peer in this run, or None."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from meshd import PROTOCOL_VERSION
 from meshd.clock import Clock
+from meshd.discovery.records import hello_of
 from meshd.discovery.registry import Registry
 from meshd.errors import MeshdError, NetworkError
 from meshd.observe.log import event
@@ -155,23 +156,13 @@ class Directory:
         """What a peer says of itself; None when it does not answer, or another one does."""
         if self.transport is None:
             return None
-        me = self.me
-        hello = pb.HelloRequest(
-            run_id=me.run_id,
-            protocol=PROTOCOL_VERSION,
-            peer_id=me.peer_id,
-            name=me.name,
-            role=me.role,
-            stage=me.stage,
-            incarnation=me.incarnation,
-        )
         try:
             async with asyncio.timeout(_ANSWER_S):
-                reply = await self.transport.hello(peer.address, hello)
+                reply = await self.transport.hello(peer.address, hello_of(self.record()))
         except (MeshdError, TimeoutError):
             return None
         record = reply.record
-        if record.peer_id != peer.peer_id or record.run_id != me.run_id:
+        if record.peer_id != peer.peer_id or record.run_id != self.me.run_id:
             return None
         record.address = peer.address
         return record

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from meshd import PROTOCOL_VERSION
 from meshd.clock import Clock
 from meshd.config.runspec import ResolvedRun
 from meshd.discovery.dht import DhtRegistry
+from meshd.discovery.records import hello_of
 from meshd.errors import MeshdError, MismatchError, NetworkError
 from meshd.model.families import load_config
 from meshd.model.sources import resolve_stage
@@ -74,18 +74,7 @@ async def fetch_run(run_id: str, directory: Directory, transport: Transport, clo
 async def _ask_run(
     run_id: str, peer: pb.Record, directory: Directory, transport: Transport, clock: Clock
 ) -> ResolvedRun:
-    me = directory.me
-    hello = pb.HelloRequest(
-        run_id=run_id,
-        protocol=PROTOCOL_VERSION,
-        peer_id=me.peer_id,
-        name=me.name,
-        role=me.role,
-        stage=me.stage,
-        incarnation=me.incarnation,
-        wall_clock=clock.time(),
-    )
-    reply = await transport.hello(peer.address, hello)
+    reply = await transport.hello(peer.address, hello_of(directory.record(), clock.time()))
     report_skew(reply.name, reply.wall_clock - clock.time())
     given = await transport.get_run(peer.address, pb.GetRunRequest(run_id=run_id))
     try:

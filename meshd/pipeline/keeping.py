@@ -30,10 +30,16 @@ class Keeping:
                 listener()
 
 
+# Bounds of what is remembered: of additions of one peer that never says what it keeps, and of peers that went. What is
+# beyond them counts as kept, and as lost.
+_MOST_UNKEPT = 1 << 16
+_MOST_GONE = 256
+
+
 @dataclass
 class _Debt:
     incarnation: int
-    unkept: set[int] = field(default_factory=set)
+    unkept: dict[int, None] = field(default_factory=dict)  # in the order they came back
     gone: bool = False
 
 
@@ -51,18 +57,26 @@ class Debts:
 
     def returned(self, peer: str, incarnation: int, addition: int) -> None:
         """A gradient came back: the peer's addition of that number."""
-        self._of(peer, incarnation).unkept.add(addition)
+        unkept = self._of(peer, incarnation).unkept
+        unkept[addition] = None
+        if len(unkept) > _MOST_UNKEPT:
+            del unkept[next(iter(unkept))]
 
     def kept(self, peer: str, incarnation: int, upto: int) -> None:
         """The peer says that its additions up to a number are kept."""
         debt = self._of(peer, incarnation)
-        debt.unkept = {number for number in debt.unkept if number > upto}
+        debt.unkept = {number: None for number in debt.unkept if number > upto}
 
     def gone(self, alive: Iterable[str]) -> None:
         """All peers but these are gone."""
         alive = set(alive)
         for peer, debt in self._debts.items():
             debt.gone |= peer not in alive
+        gone = [peer for peer, debt in self._debts.items() if debt.gone]
+        for peer in gone[
+            : max(0, len(gone) - _MOST_GONE)
+        ]:  # those known longest; they will not come back as they were
+            self._lost += len(self._debts.pop(peer).unkept)
 
     def _of(self, peer: str, incarnation: int) -> _Debt:
         debt = self._debts.get(peer)

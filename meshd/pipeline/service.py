@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from meshd.errors import MeshdError, MismatchError
 from meshd.observe.log import event
@@ -17,7 +17,7 @@ from meshd.pipeline.onward import Onward
 from meshd.pipeline.runtime import NonFinite, Pace, Returned, StaleMicrobatch, Work
 from meshd.pipeline.stage import Stage
 from meshd.proto import meshd_pb2 as pb
-from meshd.wire import Frame, Readied, read
+from meshd.wire import Draft, Frame, Readied, read
 
 log = logging.getLogger(__name__)
 
@@ -68,13 +68,10 @@ class Pipeline:
             loss, returned = await self._computed(head(), partial=False)
         else:
 
-            async def forward(safe: bool) -> Frame:
-                hidden = await self._hidden(hop, work)
-                draft = await run(lambda: runtime.forward(hop, work, hidden, safe), worker.FORWARD)
-                return await asyncio.to_thread(draft.frame)
-
             def frame(safe: bool) -> Awaitable[Frame]:
-                return self._computed(forward(safe), partial=False)
+                return self._encoded(
+                    hop, work, lambda hidden: runtime.forward(hop, work, hidden, safe), worker.FORWARD
+                )
 
             passed, sender = await self._onward.carry(hop + 1, id, work, frame)
             assert isinstance(passed, Passed)
@@ -108,6 +105,18 @@ class Pipeline:
             return None
         return await asyncio.to_thread(read, work.frame, self.stage.runtime.incoming(hop, work))
 
+    async def _encoded(
+        self, hop: int, work: Work, compute: Callable[[Readied | None], Draft], priority: int
+    ) -> Frame:
+        """What a hop sends on: its input decoded, the device's part by `compute`, the frame written. Raises Dropped."""
+
+        async def made() -> Frame:
+            hidden = await self._hidden(hop, work)
+            draft = await self.stage.worker.run(lambda: compute(hidden), priority)
+            return await asyncio.to_thread(draft.frame)
+
+        return await self._computed(made(), partial=False)
+
     async def evaluate(self, hop: int, id: pb.MicrobatchId, work: Work, watermark: int) -> Evaluated:
         """Loss of a microbatch from `hop` on with the frozen snapshot of `watermark`. Raises Dropped."""
         model = await self.stage.around.frozen(watermark)
@@ -124,13 +133,10 @@ class Pipeline:
 
             return Evaluated(*await self._computed(score(), partial=False))
 
-        async def forward(safe: bool) -> Frame:
-            hidden = await self._hidden(hop, work)
-            draft = await run(lambda: runtime.forward_frozen(hop, work, hidden, model), worker.BACKGROUND)
-            return await asyncio.to_thread(draft.frame)
-
         def frame(safe: bool) -> Awaitable[Frame]:
-            return self._computed(forward(safe), partial=False)
+            return self._encoded(
+                hop, work, lambda hidden: runtime.forward_frozen(hop, work, hidden, model), worker.BACKGROUND
+            )
 
         result, _ = await self._onward.carry(hop + 1, id, work, frame, evaluate=watermark + 1)
         assert isinstance(result, Evaluated)

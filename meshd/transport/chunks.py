@@ -12,11 +12,6 @@ from meshd.transport.base import CHUNK_BYTES
 Payload = bytes | bytearray | memoryview
 
 
-def checksum(payload: Payload) -> int:
-    """CRC-32 of a payload, as GossipDone.checksum carries it."""
-    return zlib.crc32(payload)
-
-
 def split(id: pb.MicrobatchId, hop: int, payload: Payload) -> Iterator[pb.Chunk]:
     """The chunks of the payload of an Offer or Gradient, in order. None for an empty payload."""
     for offset, data in _pieces(payload):

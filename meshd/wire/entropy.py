@@ -29,6 +29,7 @@ UNIT_CLASS = 24
 CLASS_WIDTH = 8
 """Of the indices of scales and steps, in each class."""
 
+_EVERY_CLASS = np.arange(CLASSES, dtype=np.uint8)
 _SHARD_SYMBOLS = 65536
 _HALF = SYMBOLS // 2
 LOW_BITS: npt.NDArray[np.uint8] = np.maximum(0, (np.arange(CLASSES) - UNIT_CLASS) // 8 - 1).astype(np.uint8)
@@ -211,9 +212,8 @@ def encode(levels: npt.NDArray[np.integer], classes: Classes, tables: Tables) ->
         order, runs = _ordered(classes[start:stop], counts)
         values = levels[start:stop].reshape(-1)[order].astype(np.int32, copy=False)
         # At once for all runs: there may be a hundred short ones in a shard.
-        bound = np.repeat(_HALF << LOW_BITS.astype(np.int32), counts)
-        np.minimum(values, bound - 1, out=values)
-        np.maximum(values, np.negative(bound, out=bound), out=values)
+        least, most = (np.repeat(bound, counts) for bound in level_bounds(_EVERY_CLASS))
+        np.clip(values, least, most, out=values)
         for row, first, last in runs:
             low = int(LOW_BITS[row])
             if low:

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+from manual_clock import ManualClock
 
 from meshd import PROTOCOL_VERSION
 from meshd.discovery.memory import MemoryRegistry, MemorySwarm
@@ -23,20 +24,6 @@ RUN = "ab" * 20
 A, B, C = (peer_id_of(bytes([n]) * 32) for n in (1, 2, 3))
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def time(self) -> float:
-        return self.now
-
-    def monotonic(self) -> float:
-        return self.now
-
-    async def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 def record(peer_id: str, version: int = 1, expires: float = 1060.0, **fields: object) -> pb.Record:
     return pb.Record(
         run_id=RUN,
@@ -50,7 +37,7 @@ def record(peer_id: str, version: int = 1, expires: float = 1060.0, **fields: ob
 
 
 async def test_memory_peers_see_each_other_after_a_refresh_until_the_end_or_withdrawal() -> None:
-    clock = Clock()
+    clock = ManualClock()
     swarm = MemorySwarm(clock)
     a, b = MemoryRegistry(swarm, A), MemoryRegistry(swarm, B)
     mine = record(A, stage=2)
@@ -71,7 +58,7 @@ async def test_memory_peers_see_each_other_after_a_refresh_until_the_end_or_with
 
 async def test_memory_refuses_a_record_of_another() -> None:
     with pytest.raises(ValueError, match="announced by"):
-        await MemoryRegistry(MemorySwarm(Clock()), A).announce(record(B))
+        await MemoryRegistry(MemorySwarm(ManualClock()), A).announce(record(B))
 
 
 def write(path: Path, text: str | bytes) -> None:
@@ -139,7 +126,7 @@ def seed_record(**fields: object) -> pb.Record:
 async def test_static_gives_addresses_and_the_peers_say_what_they_are(path: Path) -> None:
     counts = [pb.Count(origin=A, tokens=640)]
     listed = Listed(n2=seed_record(weight_version=5, committed=counts))
-    registry = await StaticRegistry.start(path, RUN, A, listed, Clock())
+    registry = await StaticRegistry.start(path, RUN, A, listed, ManualClock())
     assert [r.state for r in registry.peers] == [pb.PEER_STATE_UNSPECIFIED], "nobody was asked yet"
     await registry.announce(record(A, address="10.0.0.1:7000", stage=0, name="attic", incarnation=3))
     (seed,) = await registry.refresh()
@@ -196,7 +183,7 @@ async def test_static_takes_no_answer_of_another(
 ) -> None:
     other = seed_record()
     other.MergeFrom(pb.Record(**fields))  # type: ignore[arg-type]
-    registry = await StaticRegistry.start(path, RUN, A, Listed(n2=other), Clock())
+    registry = await StaticRegistry.start(path, RUN, A, Listed(n2=other), ManualClock())
     with caplog.at_level(logging.INFO):
         assert [r.state for r in await registry.refresh()] == [pb.PEER_STATE_UNSPECIFIED]
         await registry.refresh()
@@ -205,25 +192,25 @@ async def test_static_takes_no_answer_of_another(
 
 
 async def test_static_stage_of_the_file_is_the_peers_own(path: Path) -> None:
-    stage = await StaticRegistry.start(path, RUN, A, Listed(), Clock())
+    stage = await StaticRegistry.start(path, RUN, A, Listed(), ManualClock())
     await stage.announce(record(A, address="10.0.0.1:7000", stage=-1))  # before it has claimed
     assert stage.listed_stage == 0
-    seed = await StaticRegistry.start(path, RUN, B, Listed(), Clock())
+    seed = await StaticRegistry.start(path, RUN, B, Listed(), ManualClock())
     assert seed.listed_stage is None
     write(path, FILE.replace("stage = 0\n", ""))
-    free = await StaticRegistry.start(path, RUN, A, Listed(), Clock())
+    free = await StaticRegistry.start(path, RUN, A, Listed(), ManualClock())
     assert free.listed_stage is None
     await free.announce(record(A, address="10.0.0.1:7000", stage=1))
 
 
 async def test_static_file_need_not_name_the_run(path: Path) -> None:
     write(path, FILE.replace(f'run_id = "{RUN}"', ""))
-    registry = await StaticRegistry.start(path, RUN, A, Listed(n2=seed_record()), Clock())
+    registry = await StaticRegistry.start(path, RUN, A, Listed(n2=seed_record()), ManualClock())
     assert [r.run_id for r in await registry.refresh()] == [RUN]
 
 
 async def test_static_file_is_read_again_when_it_changes(path: Path) -> None:
-    registry = await StaticRegistry.start(path, RUN, A, Listed(n2=GONE, n3=GONE), Clock())
+    registry = await StaticRegistry.start(path, RUN, A, Listed(n2=GONE, n3=GONE), ManualClock())
     write(path, FILE + f'[[peer]]\nid = "{C}"\naddress = "10.0.0.3:7000"\nstage = 1\n')
     assert {r.peer_id for r in await registry.refresh()} == {B, C}
 
@@ -231,7 +218,7 @@ async def test_static_file_is_read_again_when_it_changes(path: Path) -> None:
 async def test_static_file_that_breaks_keeps_the_last_good_peers_with_one_warning(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    registry = await StaticRegistry.start(path, RUN, A, Listed(n2=GONE, n3=GONE), Clock())
+    registry = await StaticRegistry.start(path, RUN, A, Listed(n2=GONE, n3=GONE), ManualClock())
     write(path, FILE + "[[peer")
     with caplog.at_level(logging.WARNING):
         assert [r.peer_id for r in await registry.refresh()] == [B]
@@ -245,7 +232,7 @@ async def test_static_file_that_breaks_keeps_the_last_good_peers_with_one_warnin
 
 
 async def test_static_announce_checks_the_own_entry_and_writes_nothing(path: Path) -> None:
-    registry = await StaticRegistry.start(path, RUN, A, Listed(), Clock())
+    registry = await StaticRegistry.start(path, RUN, A, Listed(), ManualClock())
     before = os.stat(path)
     await registry.announce(record(A, address="10.0.0.1:7000", stage=0))
     with pytest.raises(ConfigError, match=r"peer\.stage = 0: .* runs with 1"):
@@ -254,7 +241,7 @@ async def test_static_announce_checks_the_own_entry_and_writes_nothing(path: Pat
         ConfigError, match=r"peer\.address = '10\.0\.0\.1:7000': .* runs with '10\.0\.0\.9:1'"
     ):
         await registry.announce(record(A, address="10.0.0.9:1", stage=0))
-    stranger = await StaticRegistry.start(path, RUN, C, Listed(), Clock())
+    stranger = await StaticRegistry.start(path, RUN, C, Listed(), ManualClock())
     with pytest.raises(ConfigError, match="this peer is not listed"):
         await stranger.announce(record(C))
     assert os.stat(path) == before
@@ -263,7 +250,7 @@ async def test_static_announce_checks_the_own_entry_and_writes_nothing(path: Pat
 async def test_static_edit_that_takes_a_working_peer_out_is_one_warning_and_no_end(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    registry = await StaticRegistry.start(path, RUN, A, Listed(n2=seed_record()), Clock())
+    registry = await StaticRegistry.start(path, RUN, A, Listed(n2=seed_record()), ManualClock())
     mine = record(A, address="10.0.0.1:7000", stage=0)
     await registry.announce(mine)
 
@@ -302,17 +289,17 @@ async def test_static_edit_that_takes_a_working_peer_out_is_one_warning_and_no_e
 async def test_static_file_errors_name_the_field(path: Path, text: str, field: str, problem: str) -> None:
     write(path, text)
     with pytest.raises(ConfigError) as caught:
-        await StaticRegistry.start(path, RUN, A, Listed(), Clock())
+        await StaticRegistry.start(path, RUN, A, Listed(), ManualClock())
     assert field in caught.value.field
     assert problem in str(caught.value)
 
 
 async def test_static_file_missing(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match=r"cannot read the registry file .*nowhere\.toml: No such file"):
-        await StaticRegistry.start(tmp_path / "nowhere.toml", RUN, A, Listed(), Clock())
+        await StaticRegistry.start(tmp_path / "nowhere.toml", RUN, A, Listed(), ManualClock())
 
 
 async def test_static_file_not_text(path: Path) -> None:
     write(path, b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not UTF-8"):
-        await StaticRegistry.start(path, RUN, A, Listed(), Clock())
+        await StaticRegistry.start(path, RUN, A, Listed(), ManualClock())

@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 
 import pytest
+from manual_clock import ManualClock
 
 from meshd.errors import ResourceError
 from meshd.observe.health import READY_S, Health, Progress, Situation, judge, reason_to_wait
@@ -102,22 +103,8 @@ def test_only_counters_of_useful_work_that_rise_are_progress() -> None:
     assert (progress.useful, progress.at) == ("averaged with a replica", 30.0)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def time(self) -> float:
-        return self.now
-
-    def monotonic(self) -> float:
-        return self.now
-
-    async def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 def test_the_watchdog_follows_state_and_counters_and_speaks_once(caplog: pytest.LogCaptureFixture) -> None:
-    clock, waits = Clock(), [""]
+    clock, waits = ManualClock(), [""]
     metrics = Metrics(clock)
     me = Self("id", "attic", pb.ROLE_STAGE, "ab" * 20, 1)
     dog = Watchdog(me, metrics, clock, lambda: "serving stage 1", lambda: waits[0])

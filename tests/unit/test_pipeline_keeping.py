@@ -49,6 +49,22 @@ def test_a_peer_started_again_has_lost_what_it_had_not_kept() -> None:
     assert debts.lost == 1
 
 
+def test_what_is_remembered_is_bounded() -> None:
+    """By a peer that never says what it keeps, and by peers that come and go under new names."""
+    debts = Debts()
+    for addition in range(70_000):
+        debts.returned("silent", 0, addition)
+    debts.gone([])
+    assert debts.lost == 1 << 16
+    for number in range(1000):
+        debts.returned(f"peer{number}", 0, 1)
+        debts.gone([])
+    assert debts.lost == (1 << 16) + 1000
+    assert len(debts._debts) <= 257
+    debts.returned("peer999", 0, 2)  # one that comes back is still known
+    assert debts.lost == (1 << 16) + 999
+
+
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(1, 30)), max_size=60),
     st.sets(st.sampled_from("abc")),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from manual_clock import ManualClock
 
 from meshd.errors import MismatchError, ResourceError
 from meshd.proto import meshd_pb2 as pb
@@ -21,20 +22,6 @@ RUN = "ab" * 20
 CONTENT = bytes(range(256)) * (3 * CHUNK_BYTES // 256) + b"end"
 
 
-class ManualClock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def time(self) -> float:
-        return self.now
-
-    def monotonic(self) -> float:
-        return self.now
-
-    async def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> BundleStore:
     store = BundleStore(tmp_path)
@@ -44,7 +31,7 @@ def store(tmp_path: Path) -> BundleStore:
 
 @pytest.fixture
 def clock() -> ManualClock:
-    return ManualClock()
+    return ManualClock(0.0)
 
 
 Reader = AsyncGenerator[pb.FetchChunk, None]
