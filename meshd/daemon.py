@@ -34,7 +34,7 @@ from meshd.observe.log import event
 from meshd.observe.metrics import watch_loop_lag, watch_memory
 from meshd.peer.directory import Self
 from meshd.peer.peer import Peer
-from meshd.peer.resolve import load_run, resolve, run_directory
+from meshd.peer.resolve import known_run, resolve, run_directory
 from meshd.proto import meshd_pb2 as pb
 from meshd.state.disk import disk_faults
 from meshd.transport.base import Transport
@@ -68,8 +68,7 @@ async def run_daemon(
     else:
         assert link is not None
         folder = run_directory(state_dir, link.run_id)
-        known = await asyncio.to_thread(load_run, folder)
-        run = known if known is not None and known.run_id == link.run_id else None
+        run = await asyncio.to_thread(known_run, folder, link.run_id)
     daemon = Daemon(ground.config, state_dir, ground.identity, link)
     try:
         with _signals(daemon), ungrouped():

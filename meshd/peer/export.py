@@ -73,6 +73,7 @@ def _from_disk(state_dir: Path, dest: Path, watermark: int | None) -> int:
         run = load_run(folders[0])
         assert run is not None
         store = BundleStore(folders[0] / BUNDLES)
+        store.drop_damaged()
         complete = complete_watermarks(store.names(), run.stages, run.spec.stop_tokens)
         chosen = _choose(complete, watermark, str(state_dir))
         _write(run, store, chosen, dest)

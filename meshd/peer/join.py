@@ -144,19 +144,13 @@ class Supply:
         return await self._state(f"live/{stage}", donors, 30.0)
 
     async def snapshot(self, stage: int, watermark: int, donors: list[str], patience_s: float = 10.0) -> None:
-        """The stage's average at a watermark. Raises NetworkError when nobody has it, MismatchError when what came has
-        facts that cannot be used: then it is not kept."""
+        """The stage's average at a watermark. Raises NetworkError when nobody has one whose facts can be used: no hash
+        vouches for them. What is here stays then."""
         await self._state(f"snapshot/{stage}/{watermark}", donors, patience_s)
 
     async def _state(self, name: str, donors: list[str], patience_s: float) -> int:
-        manifest = await self._fetch(name, None, lambda: donors, patience_s)
-        try:
-            manifest.count("tokens")
-            return manifest.count("weight_version")
-        except MismatchError:
-            # No hash vouches for it. Left here it would be found again at every start.
-            await asyncio.to_thread(self.store.delete, name)
-            raise
+        manifest = await self._fetch(name, None, lambda: donors, patience_s, check=_check_state)
+        return manifest.count("weight_version")
 
     async def _need(self, name: str, digest: str, donors: Callable[[], list[str]]) -> None:
         """Fetch until it is here: without it this peer can do nothing."""
@@ -168,7 +162,12 @@ class Supply:
                 event(log, "waiting_for_bundle", level=logging.WARNING, bundle=name, reason=str(error))
 
     async def _fetch(
-        self, name: str, digest: str | None, donors: Callable[[], list[str]], patience_s: float = 30.0
+        self,
+        name: str,
+        digest: str | None,
+        donors: Callable[[], list[str]],
+        patience_s: float = 30.0,
+        check: Callable[[Manifest], object] = lambda manifest: None,
     ) -> Manifest:
         async def fresh() -> list[str]:
             await self.directory.refresh()
@@ -184,11 +183,12 @@ class Supply:
             rng=self.rng,
             expected_sha256=digest,
             patience_s=patience_s,
+            check=check,
         )
 
     def _base_from_source(self, stage: int, digest: str) -> None:
         name, model = f"base/{stage}", self.run.spec.model
-        if name in self.store.names() and self.store.manifest(name).sha256 == digest:
+        if self.store.has(name, digest):
             return
         resolved = self.run.resolved
         folder, files = resolve_stage(model.source, model.revision, resolved.cut, resolved.tied, stage)
@@ -201,3 +201,9 @@ class Supply:
                 f"{model.source} here gives other weights for stage {stage} than the operator's. "
                 'Fix: the same revision, or weights_from = "peers"'
             )
+
+
+def _check_state(manifest: Manifest) -> None:
+    """Raises MismatchError when a state does not say of which step and how many tokens it is."""
+    manifest.count("tokens")
+    manifest.count("weight_version")

@@ -23,6 +23,7 @@ from meshd.pipeline.crossing import needs_priors
 from meshd.pipeline.exhaustion import with_memory
 from meshd.pipeline.runtime import StageRuntime
 from meshd.state.bundle import BundleStore
+from meshd.state.manifest import snapshots_among
 from meshd.state.stage_state import read_optimizer, read_params
 from meshd.transport.base import NotHere
 
@@ -156,23 +157,22 @@ async def _newest_state(supply: Supply, number: int) -> str | None:
             return name
         except NetworkError as error:
             event(log, "no_live_state", level=logging.WARNING, stage=number, reason=str(error))
-        except MismatchError as error:
-            version = tokens = -1  # it had taken the place of this peer's own
-            event(log, "no_live_state", level=logging.WARNING, stage=number, reason=str(error))
     snapshot = await _newer_snapshot(supply, number, tokens)
     return snapshot or (name if version >= 0 else None)
 
 
 async def _newer_snapshot(supply: Supply, number: int, tokens: int) -> str | None:
-    """Bring the stage's newest snapshot of more than `tokens` here. None: nobody has one."""
+    """Bring the stage's newest snapshot of more than `tokens` here, if it is not. None: nobody has one."""
     donors = supply.directory.donors(number)
     watermarks = await watermarks_at(donors, number, supply.transport, supply.run)
+    here = await asyncio.to_thread(supply.store.names)
+    watermarks |= {w for n, w in snapshots_among(here, supply.run.spec.stop_tokens) if n == number}
     newest = max(watermarks, default=0)
     if newest <= max(0, tokens):
         return None
     try:
         await supply.snapshot(number, newest, donors)
-    except (NetworkError, MismatchError) as error:
+    except NetworkError as error:
         event(log, "no_snapshot", level=logging.WARNING, stage=number, reason=str(error))
         return None
     event(log, "state_from_snapshot", stage=number, tokens=newest)

@@ -85,6 +85,7 @@ class Peer:
         if isinstance(directory.registry, DhtRegistry):
             directory.registry.set_stages(run.stages)
         store = await asyncio.to_thread(BundleStore, parts.folder / BUNDLES)
+        await asyncio.to_thread(store.drop_damaged)
         supply = Supply(run, store, directory, parts.transport, self._clock, self._rng)
         event(log, "run_known", name=run.spec.name, run_id=run.run_id, stages=run.stages)
         if self._config.role == "seed":

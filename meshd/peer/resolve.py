@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from meshd.model.weights import write_base
 from meshd.observe.log import event
 from meshd.priors.features import FEATURES, TokenFeatures
 from meshd.state.bundle import BundleStore
-from meshd.state.disk import write_synced
+from meshd.state.disk import disk_faults, write_synced
 from meshd.state.stage_state import WEIGHTS
 from meshd.wire import codec_named
 
@@ -59,9 +60,12 @@ def load_run(directory: Path) -> ResolvedRun | None:
 
 
 def save_run(directory: Path, run: ResolvedRun) -> None:
-    """Keep the run spec in its directory."""
-    directory.mkdir(parents=True, exist_ok=True)
-    write_synced(directory / RESOLVED, run.canonical())
+    """Keep the run spec in its directory, whole or not at all. Raises ResourceError."""
+    draft = directory / f"{RESOLVED}.new"
+    with disk_faults(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        write_synced(draft, run.canonical())
+        os.replace(draft, directory / RESOLVED)
 
 
 def check_spec(spec: RunSpec) -> None:
@@ -83,29 +87,53 @@ def resolve(spec: RunSpec, state_dir: Path, operator: str) -> tuple[ResolvedRun,
     """The run of a spec and its directory, made now or found from an earlier start with the same spec.
 
     Fetches the model, measures the cut if none is given, tokenizes the corpus, and writes the bundles that joiners
-    ask for. Raises ConfigError or DataError naming the field.
+    ask for; of a run that was found, again, when a crash or the disk has damaged one. Raises ConfigError or DataError
+    naming the field.
     """
     check_spec(spec)
     found = _earlier(spec, state_dir, operator)
-    if found is not None:
+    if found is not None and _whole(*found):
         return found
     digest = hashlib.sha256(json.dumps(spec.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
     building = state_dir / "runs" / f"new-{digest[:16]}"
     building.mkdir(parents=True, exist_ok=True)
     store = BundleStore(building / BUNDLES)
-    run = ResolvedRun(spec=spec, resolved=_make_bundles(spec, store), operator=operator)
-    save_run(building, run)
+    # A measured cut differs from start to start; the run must not.
+    cut = None if found is None else found[0].resolved.cut
+    run = ResolvedRun(spec=spec, resolved=_make_bundles(spec, store, cut), operator=operator)
+    if found is not None and run.run_id != found[0].run_id:
+        hint = "model or corpus have changed since: what is lacking is fetched from other peers"
+        event(log, "run_not_made_again", level=logging.WARNING, path=found[1], hint=hint)
+        shutil.rmtree(building)
+        return found
     directory = run_directory(state_dir, run.run_id)
     if directory.exists():
-        raise DataError(f"{directory} exists without a readable {RESOLVED}. Move it away and start again")
-    shutil.move(building, directory)
+        _complete(directory, run, store)
+        shutil.rmtree(building)
+    else:
+        save_run(building, run)
+        shutil.move(building, directory)
     return run, directory
+
+
+def known_run(directory: Path, run_id: str) -> ResolvedRun | None:
+    """The run spec that a directory holds. None when it holds none of that run that can be read, which is said: any
+    peer can give it."""
+    try:
+        run = load_run(directory)
+    except DataError as error:
+        event(log, "run_file_unusable", level=logging.WARNING, reason=str(error))
+        return None
+    return run if run is not None and run.run_id == run_id else None
 
 
 def _earlier(spec: RunSpec, state_dir: Path, operator: str) -> tuple[ResolvedRun, Path] | None:
     for path in sorted((state_dir / "runs").glob(f"*/{RESOLVED}")):
-        run = load_run(path.parent)
-        # A measured cut differs from start to start; the run must not.
+        try:
+            run = load_run(path.parent)
+        except DataError as error:  # it may be of a run that has nothing to do with this one
+            event(log, "run_file_unusable", level=logging.WARNING, reason=str(error))
+            continue
         if run is not None and run.spec == spec and run.operator == operator:
             if path.parent.name.startswith("new-"):
                 continue
@@ -113,12 +141,39 @@ def _earlier(spec: RunSpec, state_dir: Path, operator: str) -> tuple[ResolvedRun
     return None
 
 
-def _make_bundles(spec: RunSpec, store: BundleStore) -> Resolved:
+def _whole(run: ResolvedRun, directory: Path) -> bool:
+    """Whether what joiners ask for is there."""
+    store, resolved = BundleStore(directory / BUNDLES), run.resolved
+    bundles = {
+        "run/tokenizer": resolved.tokenizer_sha256,
+        "run/data": resolved.data_sha256,
+        "run/features": resolved.features_sha256,
+        **{f"base/{stage}": digest for stage, digest in enumerate(resolved.base_sha256)},
+    }
+    lacking = [name for name, digest in bundles.items() if not store.has(name, digest)]
+    if lacking:
+        event(log, "bundles_made_again", level=logging.WARNING, path=directory, lacking=", ".join(lacking))
+    return not lacking
+
+
+def _complete(directory: Path, run: ResolvedRun, made: BundleStore) -> None:
+    """Put what was made into the directory of an earlier start whose own is damaged or lacking."""
+    store = BundleStore(directory / BUNDLES)
+    for name in made.names():
+        manifest = made.manifest(name)
+        if not store.has(name, manifest.sha256):
+            files: dict[str, Path | bytes] = {e.name: made.path(name, e.name) for e in manifest.files}
+            store.write(name, files, manifest.facts)
+    save_run(directory, run)
+
+
+def _make_bundles(spec: RunSpec, store: BundleStore, cut: list[int] | None) -> Resolved:
+    """cut: of an earlier start; None: the spec's, or measured now."""
     model_dir = resolve_source(spec.model.source, spec.model.revision)
     config = load_config(model_dir)
     check_seq_len(config, spec.data.seq_len)
     tied = resolve_tied(config, spec.model.tied)
-    cut = cut_of(spec, config, tied)
+    cut = cut_of(spec, config, tied) if cut is None else cut
     tokenizer = store.write("run/tokenizer", {path.name: path for path in tokenizer_files(model_dir)}, {})
     base = []
     for stage in range(len(cut) + 1):

@@ -7,7 +7,7 @@ import asyncio
 import logging
 
 from meshd.config.runspec import ResolvedRun
-from meshd.errors import MismatchError, NetworkError, ResourceError
+from meshd.errors import NetworkError, ResourceError
 from meshd.observe.log import event
 from meshd.peer.directory import Directory
 from meshd.peer.handlers import DaemonHandlers
@@ -115,7 +115,7 @@ class SeedPeer:
             donors = [peer.address for peer in self._directory.stage_peers(stage)]
             try:
                 await self._supply.snapshot(stage, watermark, donors)
-            except (NetworkError, ResourceError, MismatchError) as error:
+            except (NetworkError, ResourceError) as error:
                 level = logging.DEBUG if isinstance(error, NetworkError) else logging.WARNING
                 event(
                     log, "snapshot_incomplete", level=level, stage=stage, tokens=watermark, reason=str(error)

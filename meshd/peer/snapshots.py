@@ -180,7 +180,7 @@ class Snapshots:
         name = f"part/{self._number}/{watermark}"
         own = await asyncio.to_thread(read_params, self._store, name)
         sources, contributors = [own], [self._stage.peer_id]
-        scratch = self._store.root.parent / "averaging"
+        scratch = self._store.scratch("averaging")
         try:
             for replica in self._directory.stage_peers(self._number):
                 try:

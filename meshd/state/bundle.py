@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
+from weakref import WeakValueDictionary
 
 from meshd.errors import DataError, ResourceError
 from meshd.state.disk import disk_faults, sync_directory, sync_file, write_synced
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 _MANIFEST = ".manifest.json"
 # Left free on the disk when a bundle is written: other writers (logs, the peer's own state) must go on.
 _SPARE_BYTES = 16 << 20
+# Downloads kept that were broken off, of all bundles together: many are of what nobody has any more.
+_MOST_BROKEN_OFF = 8
 
 _Stamp = tuple[int, int]  # size in bytes, mtime in ns
 
@@ -59,7 +62,8 @@ class BundleStore:
         self._new, self._old, self._partial = root / ".new", root / ".old", root / ".partial"
         self._lock = threading.RLock()
         self._cache: dict[str, _Known] = {}
-        self._fetching: dict[str, asyncio.Lock] = {}
+        # Names hold numbers and hashes, of which there is no end: a lock goes with the last who holds it or waits.
+        self._fetching: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         with disk_faults(root):
             for directory in (self._new, self._old, self._partial):
                 directory.mkdir(parents=True, exist_ok=True)
@@ -149,6 +153,13 @@ class BundleStore:
             self._cache[name] = self._check_files(name, known)
             return known.manifest
 
+    def has(self, name: str, sha256: str) -> bool:
+        """Whether bundle `name` is here, whole, with this content."""
+        try:
+            return self.manifest(name).sha256 == sha256
+        except (NotHere, DataError):
+            return False
+
     def verify(self, name: str) -> Manifest:
         """Like `manifest`, and hashes every byte. Raises NotHere, DataError naming the file and the chunk."""
         manifest = self.manifest(name)
@@ -214,18 +225,43 @@ class BundleStore:
 
     def partial_directory(self, manifest: Manifest) -> Path:
         """The directory that collects a download with this content. Downloads of the same bundle with other content
-        are deleted: one at most is kept per bundle, so that abandoned ones cannot fill the disk."""
+        are deleted, and so are the longest untouched of those that nobody goes on with: abandoned ones must not fill
+        the disk."""
         directory = self._partial / f"{_flat(manifest.bundle)}~{manifest.sha256}"
         with disk_faults(directory):
-            for other in self._partial.glob(f"{_flat(manifest.bundle)}~{'?' * 64}"):
-                if other != directory:
-                    shutil.rmtree(other, ignore_errors=True)
+            broken_off = []
+            for other in self._partial.iterdir():
+                name = other.name.rpartition("~")[0]
+                if name == _flat(manifest.bundle):
+                    if other != directory:
+                        shutil.rmtree(other, ignore_errors=True)
+                elif name.replace("~", "/") not in self._fetching:
+                    broken_off.append(other)
+            for other in sorted(broken_off, key=_touched)[:-_MOST_BROKEN_OFF]:
+                shutil.rmtree(other, ignore_errors=True)
             directory.mkdir(exist_ok=True)
         return directory
 
     def fetch_lock(self, name: str) -> asyncio.Lock:
         """Held by the download of bundle `name`, so that two never write the same partial files. Event loop only."""
         return self._fetching.setdefault(name, asyncio.Lock())
+
+    def scratch(self, name: str) -> Path:
+        """A folder for files on their way, for the caller to make and remove; the next start removes what is left."""
+        return self._new / name
+
+    def drop_damaged(self) -> list[str]:
+        """Delete the bundles of which a crash or the disk left less than was written, with a warning for each: what is
+        older is used then, or it is fetched again. Contents are hashed where times differ only. Returns their names."""
+        dropped = []
+        for name in self.names():
+            try:
+                self.manifest(name)
+            except DataError as fault:
+                log.warning("%s", fault.args[0].replace("Fix: delete", "Deleted", 1))
+                self.delete(name)
+                dropped.append(name)
+        return dropped
 
     def _recover(self) -> None:
         for leftover in self._new.iterdir():
@@ -242,12 +278,16 @@ class BundleStore:
         """Written beside and renamed, so that noting new times cannot tear a committed manifest."""
         stamps = {entry.name: list(_stamp(directory / entry.name)) for entry in manifest.files}
         draft = directory / f"{_MANIFEST}.new"
-        write_synced(draft, canonical_json({"manifest": manifest.to_json(), "stamps": stamps}))
+        content = {"manifest": manifest.to_json(), "stamps": stamps}
+        write_synced(draft, canonical_json({**content, "sha256": _digest(content)}))
         os.replace(draft, directory / _MANIFEST)
 
     def _read_manifest(self, name: str, stamp: _Stamp) -> _Known:
         try:
             data = json.loads((self.root / name / _MANIFEST).read_bytes())
+            # Of before it was noted there is none.
+            if data.pop("sha256", None) not in (None, _digest(data)):
+                raise ValueError("it has changed since it was written")
             manifest = Manifest.from_json(data["manifest"])
             stamps = {file: (int(size), int(mtime)) for file, (size, mtime) in data["stamps"].items()}
         except (KeyError, TypeError, ValueError, AttributeError, DataError) as fault:
@@ -293,6 +333,17 @@ def hash_file(path: Path, chunk_bytes: int = CHUNK_BYTES) -> FileEntry:
             digests.append(hashlib.sha256(chunk).digest())
             size += len(chunk)
     return FileEntry(check_file_name(path.name), size, chunk_bytes, tuple(digests))
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(canonical_json(content)).hexdigest()
+
+
+def _touched(directory: Path) -> int:
+    """When a download last took something in, ns; 0: it has just gone."""
+    with suppress(OSError):
+        return max(path.stat().st_mtime_ns for path in [directory, *directory.iterdir()])
+    return 0
 
 
 def _stamp(path: Path) -> _Stamp:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple, TypeVar
 
 from meshd.clock import Clock
-from meshd.errors import DataError, MeshdError, NetworkError, ResourceError
+from meshd.errors import DataError, MeshdError, MismatchError, NetworkError, ResourceError
 from meshd.proto import meshd_pb2 as pb
 from meshd.state.bundle import BundleStore
 from meshd.state.manifest import FileEntry, Manifest, check_bundle_name
@@ -29,11 +29,12 @@ _LONGEST_PAUSE_S = 15.0
 
 
 class _Limits(NamedTuple):
-    """When to leave a donor, and when to give up (see fetch_bundle)."""
+    """When to leave a donor, when to give up, what to refuse (see fetch_bundle)."""
 
     progress_timeout_s: float
     patience_s: float
     max_bytes: int | None
+    check: Callable[[Manifest], object]
 
 
 async def fetch_bundle(
@@ -49,12 +50,14 @@ async def fetch_bundle(
     progress_timeout_s: float = 10.0,
     patience_s: float = 120.0,
     max_bytes: int | None = None,
+    check: Callable[[Manifest], object] = lambda manifest: None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Manifest:
     """Bring bundle `name` into `store` and return its manifest.
 
     `expected_sha256` is the `Manifest.sha256` that the content must have. Without it the first donor that answers
-    decides: then the caller trusts its donors, and the caller must check what the content says.
+    decides: then the caller trusts its donors, and the caller must check what the content says. `check` is for what the
+    manifest says: it raises MismatchError before anything is transferred, and what was here stays.
 
     Donors are tried in random order, so that newcomers spread; one that dies, stalls, is busy or lacks the bundle is
     passed over until the next round, one that sent wrong bytes is not asked again. Rounds follow each other with
@@ -69,7 +72,7 @@ async def fetch_bundle(
     merely busy; ResourceError when this machine's disk is full or not writable; DataError for a bad name.
     """
     check_bundle_name(name)
-    limits = _Limits(progress_timeout_s, patience_s, max_bytes)
+    limits = _Limits(progress_timeout_s, patience_s, max_bytes, check)
     fetch = _Fetch(name, donors, transport, store, run_id, clock, rng, expected_sha256, limits, on_progress)
     async with store.fetch_lock(name):
         return await fetch.run()
@@ -140,6 +143,11 @@ class _Fetch:
         except DataError as fault:
             log.warning("%s; fetching it again", fault)
             return None
+        try:
+            self._limits.check(manifest)
+        except MismatchError as fault:
+            log.warning("bundle %s is here and cannot be used: %s; fetching it again", self._name, fault)
+            return None
         return manifest if self._expected in (None, manifest.sha256) else None
 
     async def _order(self) -> list[str]:
@@ -196,6 +204,10 @@ class _Fetch:
             raise _DonorFailed(
                 f"offers {manifest.size} bytes; at most {self._limits.max_bytes} are taken", liar=True
             )
+        try:
+            self._limits.check(manifest)
+        except MismatchError as fault:
+            raise _DonorFailed(f"offers what cannot be used: {fault}", liar=True) from fault
         return manifest
 
     async def _file(self, address: str, partial: Partial, entry: FileEntry) -> None:
