@@ -4,36 +4,59 @@ at its next start what it had out and where its data stands (DESIGN section 2.5,
 Lines: `I item`, `C sequence tokens`, `D sequence partial`, `K count` (so many of the committed ones are kept, see
 `meshd.pipeline.keeping`), each ended by a newline; a last line without one was torn by the crash and is ignored. The
 first line `B injected committed dropped partial tokens next_sequence next_item lost` carries the sums of what was
-compacted away; `R item` lines after it name data that is to go out again.
+compacted away. Behind it, in any number: `R item`, data that is to go out again; `O sequence item`, injected beyond
+those sums and still out; `U count`, so many of the committed ones are not kept.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
 from meshd.errors import DataError, ResourceError
+from meshd.observe.log import event
 from meshd.pipeline.ledger import Balance, LedgerError, OriginLedger
+from meshd.state.disk import FULL, write_synced
+
+log = logging.getLogger(__name__)
+
+# So many lines and the file is compacted: it holds a day's work of one start otherwise, and the next has to read it.
+_MOST_LINES = 1 << 16
 
 
 class Journal:
     """An OriginLedger whose every change is on disk before the call returns (in the page cache: it survives the
     process, not the machine's power).
 
+    On a full disk the work goes on with what is in memory, which `problem` says. Each change tries anew to write the
+    whole as sums, in place of a file that lacks something, so no more is kept than the ledger itself.
+
     Opening it drops what was in flight when the last incarnation ended: nobody can answer it any more.
     """
 
     def __init__(self, path: Path) -> None:
+        """Raises DataError for a file that does not read, ResourceError for one that may not be read or written."""
         self._path = path
-        self._torn = False
+        self._file: IO[bytes] | None = None
+        self._lines = 0
+        self.problem = ""
+        """Why the file lacks the last changes; empty when it has all."""
         self.ledger = _replay(path)
         for sequence in list(self.ledger.open_items):
             # Some stage may have added it: the origin that could have been told is gone.
             self.ledger.drop(sequence, partial=True)
         self.ledger.lose()
-        self._file = self._compact()
+        try:
+            self._compact()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise ResourceError(
+                    f"cannot write {self._path}: {error}. Check space and permissions"
+                ) from error
+            self._lacks(str(error))
 
     def __enter__(self) -> Journal:
         return self
@@ -41,11 +64,15 @@ class Journal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self._file.close()
+        if self.problem:
+            self._catch_up()
+        if self._file is not None:
+            self._file.close()
 
     def inject(self, item: int) -> int:
+        sequence = self.ledger.inject(item)
         self._write(f"I {item}\n")
-        return self.ledger.inject(item)
+        return sequence
 
     def commit(self, sequence: int, tokens: int) -> None:
         self.ledger.commit(sequence, tokens)
@@ -61,43 +88,76 @@ class Journal:
         self._write(f"K {count}\n")
 
     def _write(self, line: str) -> None:
-        if self._torn:
-            raise ResourceError(f"{self._path} broke off at an earlier error. Free space and start again")
+        """The ledger has changed: note it. Never raises."""
+        if self.problem:
+            self._catch_up()
+            return
         data = line.encode()
-        # Until the whole line is there, the file may end in a part of it, and nothing may follow that.
-        self._torn = True
         try:
+            assert self._file is not None
             written = self._file.write(data)
         except OSError as error:
-            raise ResourceError(f"cannot write {self._path}: {error}. Free space and start again") from error
+            self._lacks(str(error))
+            return
         if written != len(data):
-            raise ResourceError(f"cannot write {self._path}: the disk is full. Free space and start again")
-        self._torn = False
+            # The file ends in a part of a line: nothing may follow that.
+            self._lacks("no space left on the disk")
+            return
+        self._lines += 1
+        if self._lines >= _MOST_LINES:
+            self._lines = 0
+            try:
+                self._compact()
+            except OSError as error:
+                event(log, "journal_not_compacted", level=logging.WARNING, reason=str(error))
 
-    def _compact(self) -> IO[bytes]:
-        """Rewrite as sums, so that the file does not grow over restarts."""
-        ledger, b = self.ledger, self.ledger.balance()
-        sums = (
-            b.injected,
-            b.committed,
-            b.dropped,
-            b.partial,
-            b.tokens,
-            ledger.next_sequence,
-            ledger.next_item,
-            b.lost_after_commit,
+    def _lacks(self, reason: str) -> None:
+        self.problem = (
+            f"cannot write {self._path}: {reason}. Training goes on; killed now, this peer would train on some of its "
+            "data again and count it anew. Fix: free space there"
         )
-        lines = ["B " + " ".join(map(str, sums))] + [f"R {item}" for item in ledger.returned]
-        fresh = self._path.with_suffix(".new")
+        event(log, "journal_not_written", level=logging.ERROR, reason=self.problem)
+
+    def _catch_up(self) -> None:
         try:
-            with open(fresh, "wb") as file:
-                file.write(("\n".join(lines) + "\n").encode())
-                file.flush()
-                os.fsync(file.fileno())
+            self._compact()
+        except OSError:
+            return
+        self.problem = ""
+        event(log, "journal_written_again", path=self._path)
+
+    def _compact(self) -> None:
+        """Rewrite as sums, and go on behind them. Raises OSError; then the file is what it was."""
+        fresh = self._path.with_suffix(".new")
+        write_synced(fresh, _sums_of(self.ledger).encode())
+        following = open(fresh, "ab", buffering=0)  # noqa: SIM115 (closed with the journal)
+        try:
             os.replace(fresh, self._path)
-            return open(self._path, "ab", buffering=0)
-        except OSError as error:
-            raise ResourceError(f"cannot write {self._path}: {error}. Check space and permissions") from error
+        except OSError:
+            following.close()
+            raise
+        if self._file is not None:
+            self._file.close()
+        self._file = following
+
+
+def _sums_of(ledger: OriginLedger) -> str:
+    b = ledger.balance()
+    sums = (
+        b.injected - b.in_flight,
+        b.committed,
+        b.dropped,
+        b.partial,
+        b.tokens,
+        ledger.next_sequence,
+        ledger.next_item,
+        b.lost_after_commit,
+    )
+    lines = ["B " + " ".join(map(str, sums))]
+    lines += [f"R {item}" for item in ledger.returned]
+    lines += [f"O {sequence} {item}" for sequence, item in ledger.open_items.items()]
+    lines += [f"U {ledger.unkept}"] if ledger.unkept else []
+    return "\n".join(lines) + "\n"
 
 
 def _replay(path: Path) -> OriginLedger:
@@ -143,6 +203,10 @@ def _apply(ledger: OriginLedger, kind: str, values: list[int]) -> None:
     match kind:
         case "R":
             ledger.returned.append(*values)
+        case "O":
+            ledger.reopen(*values)
+        case "U":
+            (ledger.unkept,) = values
         case "I":
             ledger.inject(*values)
         case "C":

@@ -47,7 +47,8 @@ class OriginLedger:
     def __init__(self, start: Balance = ZERO, next_sequence: int = 0, next_item: int = 0) -> None:
         self._injected, self._committed, self._dropped = start.injected, start.committed, start.dropped
         self._partial, self._tokens = start.partial, start.tokens
-        self._lost, self._unkept = start.lost_after_commit, 0
+        self._lost = start.lost_after_commit
+        self.unkept = 0  # committed in this incarnation, with the origin's own part not kept yet
         self.next_sequence = next_sequence
         self.next_item = next_item
         self.returned: list[int] = []
@@ -64,23 +65,30 @@ class OriginLedger:
         self.next_item = max(self.next_item, item + 1)
         return sequence
 
+    def reopen(self, sequence: int, item: int) -> None:
+        """One that went out before, under a number that was given then, and is out still."""
+        if sequence in self.open_items or sequence >= self.next_sequence:
+            raise LedgerError(f"microbatch {sequence} cannot be out")
+        self._injected += 1
+        self.open_items[sequence] = item
+
     def commit(self, sequence: int, tokens: int) -> None:
         """Its gradient has come back; `tokens` label tokens are committed."""
         self._close(sequence)
         self._committed += 1
-        self._unkept += 1
+        self.unkept += 1
         self._tokens += tokens
 
     def keep(self, count: int) -> None:
         """The origin's own part of `count` committed microbatches would outlive it now."""
-        if count > self._unkept:
-            raise LedgerError(f"{count} microbatches kept where {self._unkept} were committed and not kept")
-        self._unkept -= count
+        if count > self.unkept:
+            raise LedgerError(f"{count} microbatches kept where {self.unkept} were committed and not kept")
+        self.unkept -= count
 
     def lose(self) -> None:
         """The incarnation has ended: what was not kept is lost."""
-        self._lost += self._unkept
-        self._unkept = 0
+        self._lost += self.unkept
+        self.unkept = 0
 
     def drop(self, sequence: int, partial: bool) -> int:
         """It will not come back. Returns its data item, which goes out again."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from meshd.errors import ResourceError
 
-_FULL = {errno.ENOSPC, errno.EDQUOT}
+FULL = {errno.ENOSPC, errno.EDQUOT}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NO_DIRECTORY = {errno.ENOTDIR, errno.EEXIST}
 
@@ -26,7 +26,7 @@ def disk_faults(path: Path) -> Iterator[None]:
         yield
     except OSError as fault:
         where = fault.filename or path
-        if fault.errno in _FULL:
+        if fault.errno in FULL:
             raise ResourceError(
                 f"{where}: no space left on the disk ({fault.strerror}). "
                 "Fix: free space there, keep fewer snapshots, or put the state directory on a larger disk"

@@ -78,7 +78,7 @@ class Account:
 
 
 def read_account(path: Path) -> Account:
-    """Sums of a journal that was compacted at most before its first line."""
+    """Sums of a journal. Items that were committed before it was compacted last are not in it."""
     account, sequence = Account(), 0
     for line in path.read_text().splitlines():
         kind, *fields = line.split()
@@ -86,6 +86,9 @@ def read_account(path: Path) -> Account:
         if kind == "B":
             account.injected, account.committed, account.dropped, account.partial = values[:4]
             account.tokens, sequence = values[4], values[5]
+        elif kind == "O":
+            account.injected += 1
+            account.open[values[0]] = values[1]
         elif kind == "I":
             account.injected += 1
             account.open[sequence] = values[0]

@@ -3,6 +3,7 @@ lost or counted twice (C22, C25)."""
 
 from __future__ import annotations
 
+import errno
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshd.errors import DataError, ResourceError
+from meshd.pipeline import journal as journal_module
 from meshd.pipeline.journal import Journal
 from meshd.pipeline.ledger import Balance, LedgerError, OriginLedger, SeenAttempts
 
@@ -170,6 +172,9 @@ def test_it_does_not_grow_over_restarts(tmp_path: Path) -> None:
         ("D 0", "not enough values"),
         ("", "unknown kind ''"),
         ("B 9 9 0 0 9 9 9 0", "unknown kind 'B'"),
+        ("O 0 0", "microbatch 0 cannot be out"),
+        ("O 7 0", "microbatch 7 cannot be out"),
+        ("U", "not enough values"),
         ("\xff\xfe", "unknown kind|decode"),
     ],
 )
@@ -196,27 +201,118 @@ def test_a_file_without_its_first_line_is_not_taken_for_a_new_journal(tmp_path: 
         Journal(path)
 
 
-def test_nothing_is_written_after_half_a_line(tmp_path: Path) -> None:
-    """A full disk takes part of a line: it must stay the last one, or the next start cannot read the file (C29)."""
+class Disk:
+    """Where a journal writes, and how many bytes still fit."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, journal: Journal) -> None:
+        self.free: int | None = None
+        self._journal = journal
+        self._file = journal._file
+        journal._file = self  # type: ignore[assignment]
+        synced = journal_module.write_synced
+
+        def write_synced(path: Path, data: bytes) -> None:
+            if self.free is not None and len(data) > self.free:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            synced(path, data)
+
+        monkeypatch.setattr(journal_module, "write_synced", write_synced)
+
+    def write(self, data: bytes) -> int:
+        if self.free == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        assert self._file is not None
+        return self._file.write(data if self.free is None else data[: self.free])
+
+    def close(self) -> None:
+        assert self._file is not None
+        self._file.close()
+
+
+@pytest.mark.parametrize("free", [0, 2])
+def test_c29_on_a_full_disk_the_books_are_kept_in_memory_and_written_when_there_is_room(
+    free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the disk took a part of a line: nothing follows that. A kill meanwhile goes back to before."""
     path = tmp_path / "journal"
-    journal = Journal(path)
-    with journal:
-        journal.inject(0)
-        whole = journal._file
-
-        class Full:
-            def write(self, data: bytes) -> int:
-                return whole.write(data[:2])
-
-        journal._file = Full()  # type: ignore[assignment]
-        with pytest.raises(ResourceError, match="journal: the disk is full"):
-            journal.commit(0, 5)
-        journal._file = whole
-        with pytest.raises(ResourceError, match="Free space and start again"):
-            journal.inject(1)
     with Journal(path) as journal:
-        assert journal.ledger.balance() == Balance(1, 0, 1, 1, 0, 0, 0)
-        assert journal.ledger.returned == [0]
+        for item in range(4):
+            journal.inject(item)
+        journal.commit(0, 5)
+        disk = Disk(monkeypatch, journal)
+        assert not journal.problem
+        disk.free = free
+        journal.commit(1, 5)
+        assert "No space left" in journal.problem or "no space left" in journal.problem
+        assert "Training goes on" in journal.problem
+        assert journal.drop(2, partial=False) == 2
+        killed = tmp_path / "killed"
+        killed.write_bytes(path.read_bytes())
+        assert Journal(killed).ledger.balance() == Balance(4, 1, 3, 3, 0, 5, 1)
+        disk.free = None
+        assert journal.inject(2) == 4
+        assert not journal.problem
+        journal.keep(1)
+        journal.commit(3, 5)
+        killed.write_bytes(path.read_bytes())
+        again = Journal(killed).ledger
+        assert again.balance() == Balance(5, 3, 2, 1, 0, 15, 2)
+        assert (again.returned, again.next_item, again.next_sequence) == ([2], 4, 5)
+
+
+def test_what_was_kept_in_memory_is_written_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "journal"
+    with Journal(path) as journal:
+        disk = Disk(monkeypatch, journal)
+        disk.free = 0
+        journal.commit(journal.inject(0), 5)
+        disk.free = None
+    assert Journal(path).ledger.balance() == Balance(1, 1, 0, 0, 0, 5, 1)
+
+
+def test_a_start_on_a_full_disk_goes_on_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal"
+    with Journal(path) as journal:
+        journal.inject(0)
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_module, "write_synced", full)
+        journal = Journal(path)
+        assert "No space left" in journal.problem
+        assert journal.inject(0) == 1
+    with journal:
+        journal.commit(1, 5)
+    assert Journal(path).ledger.balance() == Balance(2, 1, 1, 1, 0, 5, 1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(steps=actions, most=st.integers(1, 6))
+def test_it_does_not_grow_while_a_peer_lives_and_says_the_same(steps: list, most: int) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal_module, "_MOST_LINES", most)
+        compacted, whole = Origin(Path(folder) / "compacted"), None
+        for step in steps:
+            compacted.act(step)
+        patch.undo()
+        whole = Origin(Path(folder) / "whole")
+        for step in steps:
+            whole.act(step)
+        content = compacted.path.read_text().splitlines()
+        # The sums, what is out, what is not kept, what goes out again; and what came since.
+        balance = compacted.journal.ledger.balance()
+        assert len(content) <= 2 + balance.in_flight + len(compacted.journal.ledger.returned) + 2 * most
+        copies = [path.with_suffix(".copy") for path in (compacted.path, whole.path)]
+        for origin, copy in zip((compacted, whole), copies, strict=True):
+            copy.write_bytes(origin.path.read_bytes())
+        one, other = (Journal(copy).ledger for copy in copies)
+        assert one.balance() == other.balance()
+        assert (sorted(one.returned), one.next_item) == (sorted(other.returned), other.next_item)
+        assert one.next_sequence == other.next_sequence
 
 
 def test_a_folder_that_cannot_be_written_is_said_so(tmp_path: Path) -> None:
