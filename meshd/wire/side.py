@@ -73,7 +73,8 @@ class Side:
         # Scales fall, so the coded ones are the first.
         coded = int((base + int(lift.max()) >= 0).sum()) if len(lift) else 0
         found = torch.from_numpy(base[:coded]).to(lift.device) + lift[:, None]
-        return torch.where(found < 0, entropy.UNCODED, found.clamp_max(entropy.CLASSES - 1)).to(torch.uint8)
+        # In a byte -1 is UNCODED.
+        return found.clamp_(-1, entropy.CLASSES - 1).to(torch.uint8)
 
     def levels(self, unit: Tensor, classes: Tensor) -> tuple[Tensor, float]:
         """(N, K) int32 levels of values in steps (N, K), and the bits that they take."""

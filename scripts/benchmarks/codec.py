@@ -23,6 +23,8 @@ from meshd.diagnosis.measure import PlanResult
 from meshd.diagnosis.plans import Pair, Plan
 from meshd.diagnosis.report import view
 from meshd.priors.features import RANK
+from meshd.wire import codec_named
+from meshd.wire.masked import Masked
 
 MODEL = "packaged:smollm2-135m"
 CUT = [8, 15, 22]
@@ -42,8 +44,22 @@ CODECS: dict[str, list[tuple[str, str]]] = {
     "lloyd 16x": [("lloyd:bits=1.46", "lloyd:bits=0.5")] * 3,
     "leading 16x": [("leading:keep=0.354", "leading:keep=0.124")] * 3,
     "topk 16x": [("topk:keep=0.072", "topk:keep=0.072")] * 3,
+    "lloyd 32x": [("lloyd:bits=0.72", "lloyd:bits=0.25")] * 3,
+    "leading 32x": [("leading:keep=0.175", "leading:keep=0.061")] * 3,
+    "topk 32x": [("topk:keep=0.034", "topk:keep=0.034")] * 3,
     "random 10x (faithful)": [("random:keep=0.1", "random:keep=0.1")] * 3,
 }
+
+
+def rates(hidden: int, result: PlanResult) -> list[float]:
+    """Bits of entropy-coded frames, headers and all, over those asked for: by boundary, forward and back."""
+    found = []
+    for pair, boundary in zip(result.plan.pairs, result.boundaries, strict=True):
+        for name, crossed in ((pair.forward, boundary.forward), (pair.backward, boundary.backward)):
+            codec = codec_named(name)
+            if isinstance(codec, Masked) and codec.spec.values == "entropy":
+                found.append(round(8 * crossed.bytes_per_token / (hidden * codec.spec.bits), 4))
+    return found
 
 
 def row(diagnosis: Diagnosis, result: PlanResult) -> dict:
@@ -55,6 +71,7 @@ def row(diagnosis: Diagnosis, result: PlanResult) -> dict:
         "codec": result.plan.name,
         "bits": ["/".join(name.partition("bits=")[2] or "-" for name in pair) for pair in result.plan.pairs],
         "bytes_per_token": round(result.bytes_per_token, 1),
+        "rates": rates(diagnosis.hidden, result),
         "ratio_bf16": round(diagnosis.ratio(result.bytes_per_token), 2),
         "loss": round(result.loss, 4),
         "loss_dense": round(diagnosis.measured.loss, 4),
