@@ -71,7 +71,7 @@ def row(diagnosis: Diagnosis, result: PlanResult) -> dict:
         "codec": result.plan.name,
         "bits": ["/".join(name.partition("bits=")[2] or "-" for name in pair) for pair in result.plan.pairs],
         "bytes_per_token": round(result.bytes_per_token, 1),
-        "rates": rates(diagnosis.hidden, result),
+        "rates": rates(diagnosis.case.hidden, result),
         "ratio_bf16": round(diagnosis.ratio(result.bytes_per_token), 2),
         "loss": round(result.loss, 4),
         "loss_dense": round(diagnosis.measured.loss, 4),
