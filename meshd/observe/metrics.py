@@ -26,16 +26,20 @@ class _Rate:
     started: float
     buckets: deque[tuple[int, float]] = field(default_factory=deque)  # (whole second, amount)
 
-    def add(self, now: float, amount: float) -> None:
+    def add(self, now: float, amount: float, window_s: float) -> None:
+        self._forget(now, window_s)
         second = int(now)
         if self.buckets and self.buckets[-1][0] == second:
             second, before = self.buckets.pop()
             amount += before
         self.buckets.append((second, amount))
 
-    def per_second(self, now: float, window_s: float) -> float:
+    def _forget(self, now: float, window_s: float) -> None:
         while self.buckets and self.buckets[0][0] < now - window_s:
             self.buckets.popleft()
+
+    def per_second(self, now: float, window_s: float) -> float:
+        self._forget(now, window_s)
         # A young rate is divided by its age, not by the whole window; under a second would be noise.
         span = min(window_s, max(now - self.started, 1.0))
         return sum(amount for _, amount in self.buckets) / span
@@ -70,7 +74,7 @@ class Metrics:
         """Add `amount` to a rate; `value` gives it per second over the window."""
         self._claim(name, "rate")
         now = self._clock.monotonic()
-        self._rates.setdefault(name, _Rate(started=now)).add(now, amount)
+        self._rates.setdefault(name, _Rate(started=now)).add(now, amount, self._window_s)
 
     def value(self, name: str) -> float:
         """The present value; 0 for a name that was never used."""

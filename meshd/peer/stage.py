@@ -187,7 +187,9 @@ class StagePeer:
         await directory.announce()
         try:
             async with asyncio.TaskGroup() as tasks:
-                live = LiveBundles(lambda bundle: snapshots.save_live(), tasks, self._clock)
+                live = LiveBundles(
+                    f"live/{number}", lambda bundle: snapshots.save_live(), tasks, self._clock
+                )
                 handlers.donor = donor = Donor(
                     store,
                     self._run.run_id,
@@ -299,6 +301,7 @@ class StagePeer:
         stream.restore({**stream.state(), "next": ledger.next_item, "given_back": ledger.returned})
         self._injector = injector = Injector(pipeline, stream, journal)
         self._status.losses = lambda: injector.losses
+        self._status.last_error = lambda: "; ".join(filter(None, (injector.problem, snapshots.problem)))
         evaluation = Evaluation(
             injector, snapshots, data, self._run, self._directory, self._status, self._parts.folder
         )

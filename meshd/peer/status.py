@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from meshd.clock import Clock
 from meshd.config.runspec import ResolvedRun
@@ -34,8 +34,9 @@ class StatusBoard:
         # Of the role: a good reason to do nothing now; empty: there is none.
         self.waiting: Callable[[], str] = str
         self.health: Callable[[], Health] | None = None
-        # What others said last: a peer that has gone takes its losses with it otherwise.
+        # What others said last, and the points of those that have gone: they take them along otherwise.
         self._heard: dict[str, pb.StatusReply] = {}
+        self._gone = pb.StatusReply()
 
     async def answer(self, request: pb.StatusRequest) -> pb.StatusReply:
         reply = self._own()
@@ -98,7 +99,11 @@ class StatusBoard:
 
     async def _ask_all(self) -> list[pb.PeerStatus]:
         assert self.directory is not None
-        return list(await asyncio.gather(*(self._ask(peer) for peer in self.directory.peers)))
+        answers = list(await asyncio.gather(*(self._ask(peer) for peer in self.directory.peers)))
+        there = {peer.peer_id for peer in self.directory.peers}
+        for peer_id in [peer_id for peer_id in self._heard if peer_id not in there]:
+            self._gone = _points([self._gone, self._heard.pop(peer_id)])
+        return answers
 
     async def _ask(self, peer: pb.Record) -> pb.PeerStatus:
         assert self.transport is not None
@@ -116,14 +121,22 @@ class StatusBoard:
                 weight_version=peer.weight_version,
                 doing=f"does not answer: {str(error) or f'nothing in {_ANSWER_S:.0f} s'}",
             )
-        self._heard[peer.peer_id] = reply
+        self._heard[peer.peer_id] = _points([reply])
         return reply.self
 
     def _gather(self, reply: pb.StatusReply) -> None:
         """Losses and evaluations of all origins, in order of time."""
-        heard = list(self._heard.values())
-        losses = sorted([*reply.losses, *(p for r in heard for p in r.losses)], key=lambda p: p.time)
-        evaluations = {p.tokens: p for p in [*(p for r in heard for p in r.evaluations), *reply.evaluations]}
+        points = _points([self._gone, *self._heard.values(), reply])
         del reply.losses[:], reply.evaluations[:]
-        reply.losses.extend(losses[-_MAX_LOSSES:])
-        reply.evaluations.extend(evaluations[tokens] for tokens in sorted(evaluations))
+        reply.losses.extend(points.losses)
+        reply.evaluations.extend(points.evaluations)
+
+
+def _points(replies: Sequence[pb.StatusReply]) -> pb.StatusReply:
+    """The newest losses and evaluations of these replies, each once (a peer that has gone may come back), in order."""
+    losses = {(p.time, p.tokens, p.loss): p for reply in replies for p in reply.losses}
+    evaluations = {p.tokens: p for reply in replies for p in reply.evaluations}
+    return pb.StatusReply(
+        losses=[losses[key] for key in sorted(losses)[-_MAX_LOSSES:]],
+        evaluations=[evaluations[tokens] for tokens in sorted(evaluations)[-_MAX_LOSSES:]],
+    )

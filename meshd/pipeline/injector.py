@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 # Evaluations have sequence numbers of their own, so that they never meet a training microbatch's.
 _EVALUATION = 1 << 63
 _LOSSES = 1000
+_MOST_UNKEPT = 4096
 # After a microbatch was dropped the injector pauses, longer at every drop in a row: a swarm without a whole pipeline
 # is not hammered.
 _LONGEST_PAUSE_S = 30.0
@@ -48,15 +50,23 @@ class Injector:
         self._room.set()
         self._pause_s = 0.0
         self._evaluations = _EVALUATION
+        # Numbers come again after a start: of evaluations always, of microbatches where the journal lacks some. Peers
+        # that remember the former ones would refuse them.
+        self._first_attempt = self._stage.incarnation % (1 << 32)
         self.stopping = False
         self.losses: deque[pb.LossPoint] = deque(maxlen=_LOSSES)
         self._stage.counter.advance(self._stage.peer_id, journal.ledger.balance().tokens)
-        self._unkept: list[int] = []
+        self._unkept: list[tuple[int, int]] = []  # (highest of so many additions, how many), ascending
         self._stage.runtime.keeping.listeners.append(self._kept)
 
     @property
     def in_flight(self) -> int:
         return self._in_flight
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the journal; empty: nothing."""
+        return self._journal.problem
 
     @property
     def done(self) -> bool:
@@ -110,9 +120,7 @@ class Injector:
         seed = microbatch_seed(self._spec.seed, stage.peer_id, sequence)
         work = Work(batch, batch.to_proto(stage.runtime.run.resolved.vocabulary, seed), None)
         try:
-            passed = await self._pipeline.through(
-                0, pb.MicrobatchId(origin=stage.peer_id, sequence=sequence), work
-            )
+            passed = await self._pipeline.through(0, self._id(sequence), work)
         except Dropped as dropped:
             self._stream.give_back(self._journal.drop(sequence, dropped.partial))
             self._batch_left += tokens
@@ -120,7 +128,7 @@ class Injector:
             event(log, "microbatch_dropped", level=logging.WARNING, sequence=sequence, reason=str(dropped))
         else:
             self._journal.commit(sequence, tokens)
-            self._unkept.append(passed.addition)
+            self._note_unkept(passed.addition)
             stage.counter.advance(stage.peer_id, self._journal.ledger.balance().tokens)
             self._pause_s = 0.0
             self.losses.append(
@@ -134,14 +142,26 @@ class Injector:
             self._room.set()
             for name, count in vars(self._journal.ledger.balance()).items():
                 stage.metrics.gauge(f"ledger_{name}", count)
+            stage.metrics.gauge("journal_behind", float(bool(self._journal.problem)))
+
+    def _id(self, sequence: int) -> pb.MicrobatchId:
+        return pb.MicrobatchId(origin=self._stage.peer_id, sequence=sequence, attempt=self._first_attempt)
+
+    def _note_unkept(self, addition: int) -> None:
+        insort(self._unkept, (addition, 1))
+        if len(self._unkept) > _MOST_UNKEPT:
+            # Nothing has been kept for long (a full disk, no other replica). Two count as kept once the later one is.
+            pairs = zip(self._unkept[::2], self._unkept[1::2], strict=False)
+            odd = self._unkept[-1:] if len(self._unkept) % 2 else []
+            self._unkept = [(later, n + m) for (_, n), (later, m) in pairs] + odd
 
     def _kept(self) -> None:
         """This peer's own part of some committed microbatches would outlive it now."""
         upto = self._stage.runtime.keeping.kept
-        left = [addition for addition in self._unkept if addition > upto]
-        if len(left) < len(self._unkept):
-            self._journal.keep(len(self._unkept) - len(left))
-        self._unkept = left
+        kept = sum(count for addition, count in self._unkept if addition <= upto)
+        if kept:
+            self._journal.keep(kept)
+        self._unkept = [(addition, count) for addition, count in self._unkept if addition > upto]
 
     async def evaluate(self, batches: Sequence[Microbatch], watermark: int) -> pb.LossPoint:
         """Held-out loss of the frozen snapshot of `watermark`, through the pipeline. Raises Dropped."""
@@ -153,7 +173,7 @@ class Injector:
         async def one(batch: Microbatch) -> None:
             async with places:
                 self._evaluations += 1
-                id = pb.MicrobatchId(origin=stage.peer_id, sequence=self._evaluations)
+                id = self._id(self._evaluations)
                 work = Work(batch, batch.to_proto(stage.runtime.run.resolved.vocabulary, 0), None)
                 result = await self._pipeline.evaluate(0, id, work, watermark)
                 losses.append((result.loss_sum, result.label_tokens))

@@ -30,10 +30,11 @@ class Keeping:
                 listener()
 
 
-# Bounds of what is remembered: of additions of one peer that never says what it keeps, and of peers that went. What is
-# beyond them counts as kept, and as lost.
+# Bounds of what is remembered: of additions of one peer that never says what it keeps; of peers that went, and of their
+# additions together. What is beyond them counts as kept, and as lost.
 _MOST_UNKEPT = 1 << 16
 _MOST_GONE = 256
+_MOST_GONE_UNKEPT = 1 << 16
 
 
 @dataclass
@@ -73,10 +74,14 @@ class Debts:
         for peer, debt in self._debts.items():
             debt.gone |= peer not in alive
         gone = [peer for peer, debt in self._debts.items() if debt.gone]
-        for peer in gone[
-            : max(0, len(gone) - _MOST_GONE)
-        ]:  # those known longest; they will not come back as they were
-            self._lost += len(self._debts.pop(peer).unkept)
+        owed = sum(len(self._debts[peer].unkept) for peer in gone)
+        # Those known longest go first; they will not come back as they were.
+        for count, peer in zip(range(len(gone), 0, -1), gone, strict=True):
+            if count <= _MOST_GONE and owed <= _MOST_GONE_UNKEPT:
+                break
+            lost = len(self._debts.pop(peer).unkept)
+            self._lost += lost
+            owed -= lost
 
     def _of(self, peer: str, incarnation: int) -> _Debt:
         debt = self._debts.get(peer)

@@ -80,7 +80,9 @@ class Onward:
             if not hop.head
             for replica in self._stage.around.replicas(self._stage.hops[hop.index + 1].stage)
         }
-        self._debts.gone(known | {peer for peer, _ in self._links})
+        known |= {peer for peer, _ in self._links}
+        self._router.forget(known, self._stage.clock.monotonic())
+        self._debts.gone(known)
         self._stage.metrics.gauge("lost_after_commit", self._debts.lost)
 
     def wake(self) -> None:

@@ -7,7 +7,7 @@ shown us. Nothing is read from declarations.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 # Weight of the newest observation in a replica's pace.
@@ -93,6 +93,12 @@ class Router:
     def credit(self, peer: str) -> None:
         """It has room again."""
         self._of(peer).busy_until = 0.0
+
+    def forget(self, known: Collection[str], now: float) -> None:
+        """Peers other than `known` have gone: nothing of them is kept for longer than they are set aside."""
+        for peer, replica in list(self._replicas.items()):
+            if peer not in known and not replica.in_flight and replica.failed_until <= now:
+                del self._replicas[peer]
 
     def in_flight(self, peer: str) -> int:
         return self._of(peer).in_flight

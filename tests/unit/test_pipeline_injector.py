@@ -48,6 +48,7 @@ class Pipeline:
             hops=[0, 1],
             counter=TokenCounter(),
             peer_id="me",
+            incarnation=1,
             clock=clock,
             metrics=Metrics(clock),
         )

@@ -211,7 +211,7 @@ async def test_live_bundle_is_made_once_for_all_who_ask(store: BundleStore, cloc
     made: list[str] = []
     ask = pb.ManifestRequest(run_id=RUN, bundle="live/0")
     async with asyncio.TaskGroup() as group:
-        live = LiveBundles(preparing(store, made), group, clock, fresh_s=60)
+        live = LiveBundles("live/0", preparing(store, made), group, clock, fresh_s=60)
         donor = Donor(store, RUN, clock=clock, live=live)
         first, second = await asyncio.gather(donor.manifest(ask), donor.manifest(ask))
         assert first == second
@@ -227,7 +227,7 @@ async def test_live_bundle_is_not_taken_away_from_a_reader(store: BundleStore, c
     """A second newcomer, later, gets what the first still reads: else no slow one would ever end (C05)."""
     ask = pb.ManifestRequest(run_id=RUN, bundle="live/0")
     async with asyncio.TaskGroup() as group:
-        live = LiveBundles(preparing(store, []), group, clock, fresh_s=60)
+        live = LiveBundles("live/0", preparing(store, []), group, clock, fresh_s=60)
         donor = Donor(store, RUN, clock=clock, stall_timeout_s=30, live=live)
         first = await donor.manifest(ask)
         digest = bytes.fromhex(store.manifest("live/0").sha256)
@@ -253,7 +253,7 @@ def test_slow_making_goes_on_while_the_asker_is_sent_away(store: BundleStore) ->
     async def main() -> None:
         ask = pb.ManifestRequest(run_id=RUN, bundle="live/0")
         async with asyncio.TaskGroup() as group:
-            live = LiveBundles(prepare, group, VirtualClock(), wait_s=5)
+            live = LiveBundles("live/0", prepare, group, VirtualClock(), wait_s=5)
             donor = Donor(store, RUN, clock=VirtualClock(), live=live)
             for _ in range(3):
                 with pytest.raises(ResourceError, match="live/0 is being written"):
@@ -271,7 +271,32 @@ async def test_failure_to_make_it_reaches_the_asker_and_ends_nothing(
         raise NotHere(f"{name}: another stage works here")
 
     async with asyncio.TaskGroup() as group:
-        donor = Donor(store, RUN, clock=clock, live=LiveBundles(prepare, group, clock))
+        donor = Donor(store, RUN, clock=clock, live=LiveBundles("live/7", prepare, group, clock))
         for _ in range(2):
             with pytest.raises(NotHere, match="live/7: another stage"):
                 await donor.manifest(pb.ManifestRequest(run_id=RUN, bundle="live/7"))
+
+
+async def test_a_disk_that_does_not_take_it_sends_the_asker_elsewhere(
+    store: BundleStore, clock: ManualClock
+) -> None:
+    """C29: for a donor that is merely busy a newcomer would wait for as long as the disk is full."""
+
+    async def prepare(name: str) -> None:
+        raise ResourceError("no space left on the disk")
+
+    async with asyncio.TaskGroup() as group:
+        donor = Donor(store, RUN, clock=clock, live=LiveBundles("live/0", prepare, group, clock))
+        with pytest.raises(NotHere, match="live/0 cannot be written here: no space left"):
+            await donor.manifest(pb.ManifestRequest(run_id=RUN, bundle="live/0"))
+
+
+async def test_live_bundles_of_other_stages_are_not_made(store: BundleStore, clock: ManualClock) -> None:
+    made: list[str] = []
+    async with asyncio.TaskGroup() as group:
+        donor = Donor(
+            store, RUN, clock=clock, live=LiveBundles("live/0", preparing(store, made), group, clock)
+        )
+        with pytest.raises(NotHere):
+            await donor.manifest(pb.ManifestRequest(run_id=RUN, bundle="live/1"))
+    assert not made
