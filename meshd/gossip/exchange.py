@@ -62,19 +62,22 @@ class Exchange:
         self._duplex, self._messages, self._flat, self._worker = duplex, messages, flat, worker
         self._timeout_s = timeout_s
 
-    async def run(self) -> ExchangeReport:
-        """Raises LinkLost or MismatchError; what was moved until then stays moved, on both sides."""
+    async def run(self, share: float = 0.5) -> ExchangeReport:
+        """share: how far this side moves toward the partner's values; 0: it lets a listener take over its own.
+
+        Raises LinkLost or MismatchError; what was moved until then stays moved, on both sides.
+        """
         values = SEGMENT_BYTES // VALUE_BYTES
         segments = math.ceil(self._flat.count / values)
         squares = 0.0
         for segment in range(segments):
             squares += await self._segment(
-                segment, segment * values, min(values, self._flat.count - segment * values)
+                segment, segment * values, min(values, self._flat.count - segment * values), share
             )
         total = self._flat.count * VALUE_BYTES
         return ExchangeReport(total, total, math.sqrt(squares / max(1, self._flat.count)))
 
-    async def _segment(self, segment: int, start: int, count: int) -> float:
+    async def _segment(self, segment: int, start: int, count: int, share: float) -> float:
         mine = await self._worker.run(lambda: self._flat.read(start, count), GOSSIP)
         with ungrouped():
             async with asyncio.TaskGroup() as tasks:
@@ -86,7 +89,7 @@ class Exchange:
         done = await self.next("done")
         if done.done.segment != segment or done.done.checksum != zlib.crc32(_bytes(mine)):
             raise MismatchError(f"the partner confirmed something else than segment {segment} as it was sent")
-        return await self._worker.run(lambda: self._flat.move(start, mine, theirs), GOSSIP)
+        return await self._worker.run(lambda: self._flat.move(start, mine, theirs, share), GOSSIP)
 
     async def _send(self, segment: int, start: int, mine: torch.Tensor) -> None:
         payload = _bytes(mine)

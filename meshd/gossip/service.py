@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 _RETRIES, _RETRY_S = 5, 0.2
 # One that failed is left alone for about as long as the record of a peer that died may live: one line per loss (C10).
 _ASIDE_S = 30.0
+# What a replica may say that it has taken: as many as a manifest may count.
+_MOST_STEPS = (1 << 63) - 1
 
 
 def choose_partner(
@@ -61,9 +63,9 @@ class Gossip:
             self._steps = 0
             for _ in range(_RETRIES):
                 now = self._stage.clock.monotonic()
-                aside = {peer for peer, until in self._aside.items() if until > now}
+                self._aside = {peer: until for peer, until in self._aside.items() if until > now}
                 replicas = self._stage.around.replicas(self._own_stage)
-                partner = choose_partner(self._stage.peer_id, replicas, aside, self._stage.rng)
+                partner = choose_partner(self._stage.peer_id, replicas, self._aside, self._stage.rng)
                 if partner is None:
                     break
                 if not self._busy and await self.exchange_with(partner):
@@ -86,7 +88,7 @@ class Gossip:
         self._busy = True
         stepped = self._stage.runtime.keeping.stepped
         try:
-            report = await self._open(partner)
+            _, report = await self._open(partner, self._opening(self._stage.rng.getrandbits(64)), 0.5)
         except ExchangeRefused:
             self._stage.metrics.count("gossip_busy")
             return False
@@ -99,8 +101,27 @@ class Gossip:
         self._done(partner.name, report, stepped)
         return True
 
-    async def _open(self, partner: Replica) -> ExchangeReport:
+    async def follow(self, partner: Replica) -> ExchangeReport:
+        """Take over a working replica's values, which does not move. For a peer that takes no steps and does not serve
+        exchanges yet.
+
+        Raises ExchangeRefused when the replica is busy, another MeshdError when it fails; what was taken over by then
+        stays.
+        """
         opening = self._opening(self._stage.rng.getrandbits(64))
+        opening.listening = True
+        theirs, report = await self._open(partner, opening, 1.0)
+        if theirs.weight_version > _MOST_STEPS:
+            raise MismatchError(f"weights of {theirs.weight_version} steps")
+        # The steps in these values are the replica's; the optimizer's moments are this peer's own.
+        self._stage.runtime.version = max(self._stage.runtime.version, theirs.weight_version)
+        self._traded(report)
+        self._stage.metrics.count("gossip_followed")
+        return report
+
+    async def _open(
+        self, partner: Replica, opening: pb.GossipOpen, share: float
+    ) -> tuple[pb.GossipOpen, ExchangeReport]:
         async with self._stage.transport.gossip(partner.address) as duplex:
             await duplex.send(pb.GossipMessage(open=opening))
             messages = aiter(duplex)
@@ -108,7 +129,7 @@ class Gossip:
             reply = await exchange.next("open")
             check_open(opening, reply.open)
             self._stage.counter.merge(reply.open.committed)
-            return await exchange.run()
+            return reply.open, await exchange.run(share)
 
     async def serve(self, duplex: Duplex[pb.GossipMessage]) -> None:
         """Answer one exchange that a replica opened."""
@@ -130,9 +151,13 @@ class Gossip:
             self._stage.counter.merge(theirs.committed)
             await duplex.send(pb.GossipMessage(open=mine))
             stepped = self._stage.runtime.keeping.stepped
-            self._done(duplex.remote, await exchange.run(), stepped)
-            # Exchanged with: what this peer would open itself can wait as long again.
-            self._steps = 0
+            if theirs.listening:
+                self._traded(await exchange.run(share=0.0))
+                self._stage.runtime.keeping.keep(stepped)
+            else:
+                self._done(duplex.remote, await exchange.run(), stepped)
+                # Exchanged with: what this peer would open itself can wait as long again.
+                self._steps = 0
         except (LinkLost, MismatchError, ExchangeRefused, ResourceError) as error:
             self._failed(duplex.remote, error)
         finally:
@@ -161,12 +186,14 @@ class Gossip:
     def _done(self, partner: str, report: ExchangeReport, stepped: int) -> None:
         """stepped: additions that were in the weights before the exchange."""
         self._stage.runtime.keeping.keep(stepped)
-        metrics = self._stage.metrics
-        metrics.count("gossip_exchanges")
-        metrics.count("gossip_sent_bytes", report.bytes_sent)
-        metrics.count("gossip_received_bytes", report.bytes_received)
-        metrics.gauge("gossip_distance", report.distance)
+        self._traded(report)
+        self._stage.metrics.count("gossip_exchanges")
+        self._stage.metrics.gauge("gossip_distance", report.distance)
         event(log, "gossip", level=logging.DEBUG, peer=partner, distance=report.distance)
+
+    def _traded(self, report: ExchangeReport) -> None:
+        self._stage.metrics.count("gossip_sent_bytes", report.bytes_sent)
+        self._stage.metrics.count("gossip_received_bytes", report.bytes_received)
 
     def _failed(self, partner: str, error: MeshdError) -> None:
         self._stage.metrics.count("gossip_failed")

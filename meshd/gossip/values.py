@@ -55,9 +55,10 @@ class FlatParameters:
     def move(self, start: int, mine: torch.Tensor, theirs: torch.Tensor, share: float = 0.5) -> float:
         """Move toward the partner: parameter += share * (theirs - mine), with what both sides sent (bf16).
 
-        Both sides move by opposite amounts, so that the sum over replicas is kept exactly but for rounding of the
-        parameters themselves; what bf16 left out stays where it is (DESIGN section 6). Steps taken since `mine` was
-        read are kept. Returns the sum of squared differences.
+        At a share of 0.5 both sides move by opposite amounts, so that the sum over replicas is kept exactly but for
+        rounding of the parameters themselves; what bf16 left out stays where it is (DESIGN section 6). At 1, against
+        the other side's 0, this side takes over the partner's values. Steps taken since `mine` was read are kept.
+        Returns the sum of squared differences.
         """
         if self._final():
             return 0.0
@@ -66,7 +67,8 @@ class FlatParameters:
         for parameter, _, first, end in self._pieces(start, len(mine)):
             count = end - first
             difference = theirs[at : at + count].float() - mine[at : at + count].float()
-            parameter[first:end].add_(difference.to(parameter.device, parameter.dtype), alpha=share)
+            if share:
+                parameter[first:end].add_(difference.to(parameter.device, parameter.dtype), alpha=share)
             squares += difference.square().sum().item()
             at += count
         return squares

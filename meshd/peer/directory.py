@@ -187,13 +187,17 @@ class Directory:
         return [p for p in self.peers if p.role == pb.ROLE_SEED]
 
     def replicas(self, stage: int) -> list[Replica]:
-        return [Replica(p.peer_id, p.name or p.peer_id[-8:], p.address) for p in self.stage_peers(stage)]
+        return [_replica(peer) for peer in self.stage_peers(stage)]
+
+    def ahead(self, stage: int, version: int) -> list[Replica]:
+        """Those that serve a stage with at least so many inner steps in their weights, by what they last announced."""
+        return [_replica(peer) for peer in self.stage_peers(stage) if peer.weight_version >= version]
 
     def origin(self, peer_id: str) -> Replica | None:
         """A peer of stage 0, also one that leaves: it still takes what is its own."""
         found = (p for p in self.peers if p.peer_id == peer_id and p.role == pb.ROLE_STAGE and p.stage == 0)
         peer = next((p for p in found if p.state in (*_SERVING, pb.PEER_STATE_DRAINING)), None)
-        return None if peer is None else Replica(peer_id, peer.name or peer_id[-8:], peer.address)
+        return None if peer is None else _replica(peer)
 
     def live_replicas(self) -> int:
         """Working replicas of the own stage, this peer included."""
@@ -225,6 +229,10 @@ class Directory:
             if peer_id not in now:
                 event(log, "peer_gone", peer=name)
         self._seen = now
+
+
+def _replica(peer: pb.Record) -> Replica:
+    return Replica(peer.peer_id, peer.name or peer.peer_id[-8:], peer.address)
 
 
 def _addresses(peers: Iterable[pb.Record]) -> list[str]:

@@ -14,6 +14,7 @@ from meshd.config.peer import PeerConfig
 from meshd.data.dataset import Dataset
 from meshd.data.stream import TokenStream, stream_seed
 from meshd.errors import DataError, NetworkError, ResourceError
+from meshd.gossip.listening import catch_up
 from meshd.gossip.service import Gossip
 from meshd.gossip.values import FlatParameters
 from meshd.model.cut import hops
@@ -177,6 +178,8 @@ class StagePeer:
         gossip = Gossip(
             stage, FlatParameters(runtime.model.trainable(), base, lambda: runtime.finished), number
         )
+        self._doing = f"listening: following a working replica of stage {number} before it counts"
+        await catch_up(gossip, stage, lambda: directory.ahead(number, runtime.version))
         self._intake = Intake(pipeline)
         visits = Visits(f"{me.name} does not serve stage {number} any more")
         handlers.serve_link = visits.serving(self._intake.serve)

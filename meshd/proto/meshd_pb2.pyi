@@ -481,7 +481,7 @@ class GossipMessage(_message.Message):
     def __init__(self, open: _Optional[_Union[GossipOpen, _Mapping]] = ..., chunk: _Optional[_Union[GossipChunk, _Mapping]] = ..., done: _Optional[_Union[GossipDone, _Mapping]] = ..., refusal: _Optional[_Union[GossipRefusal, _Mapping]] = ...) -> None: ...
 
 class GossipOpen(_message.Message):
-    __slots__ = ("run_id", "protocol", "peer_id", "stage", "exchange", "weight_version", "values", "segment_bytes", "payload_bytes", "committed")
+    __slots__ = ("run_id", "protocol", "peer_id", "stage", "exchange", "weight_version", "values", "segment_bytes", "payload_bytes", "committed", "listening")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -492,6 +492,7 @@ class GossipOpen(_message.Message):
     SEGMENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    LISTENING_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     protocol: int
     peer_id: str
@@ -502,7 +503,8 @@ class GossipOpen(_message.Message):
     segment_bytes: int
     payload_bytes: int
     committed: _containers.RepeatedCompositeFieldContainer[Count]
-    def __init__(self, run_id: _Optional[str] = ..., protocol: _Optional[int] = ..., peer_id: _Optional[str] = ..., stage: _Optional[int] = ..., exchange: _Optional[int] = ..., weight_version: _Optional[int] = ..., values: _Optional[str] = ..., segment_bytes: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., committed: _Optional[_Iterable[_Union[Count, _Mapping]]] = ...) -> None: ...
+    listening: bool
+    def __init__(self, run_id: _Optional[str] = ..., protocol: _Optional[int] = ..., peer_id: _Optional[str] = ..., stage: _Optional[int] = ..., exchange: _Optional[int] = ..., weight_version: _Optional[int] = ..., values: _Optional[str] = ..., segment_bytes: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., committed: _Optional[_Iterable[_Union[Count, _Mapping]]] = ..., listening: bool = ...) -> None: ...
 
 class GossipChunk(_message.Message):
     __slots__ = ("offset", "data")

@@ -1,0 +1,185 @@
+"""A replica that has just come follows one that works, and moves nobody, before it counts (DESIGN section 6: weight 0)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+import torch
+from google.protobuf.message import Message
+from test_gossip_exchange import BASE, Peer, in_order, peers, virtual
+
+from meshd.gossip import exchange as exchange_module
+from meshd.gossip import listening as listening_module
+from meshd.gossip import service as service_module
+from meshd.gossip.listening import catch_up
+from meshd.observe.log import fields_of
+from meshd.pipeline.stage import Replica
+from meshd.proto import meshd_pb2 as pb
+from meshd.transport.memory import Delivery
+
+
+@pytest.fixture(autouse=True)
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 values a segment: four segments, the last one short."""
+    for module in (exchange_module, service_module):
+        monkeypatch.setattr(module, "SEGMENT_BYTES", 32)
+
+
+async def listen(peer: Peer, *names: str) -> bool:
+    return await catch_up(
+        peer.gossip_service, peer.stage, lambda: [Replica(name, name, f"{name}:1") for name in names]
+    )
+
+
+def said(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, object]]:
+    return [fields_of(record) for record in caplog.records if record.getMessage() == event]
+
+
+def close(a: Peer, b: Peer, b_before: torch.Tensor) -> bool:
+    """Whether a has b's values, but for the rounding of both deltas to bf16."""
+    most = (b_before - in_order(BASE)).abs().max().item()
+    return bool(((a.vector - b.vector).abs() <= most * 2**-6).all())
+
+
+def test_a_listener_takes_over_the_values_and_its_partner_does_not_move() -> None:
+    async def main() -> None:
+        async with peers("ab") as (_, (a, b)):
+            for follower, partner in ((a, b), (b, a)):  # whatever their peer ids
+                before = partner.vector
+                follower.stage.runtime.version, partner.stage.runtime.version = 2, 9
+                partner.stage.counter.advance("origin", 70)
+                partner.stage.runtime.keeping.stepped = 5
+                kept = partner.gossip_service._steps = 1
+                assert await listen(follower, partner.name)
+                await asyncio.sleep(0)
+                assert torch.equal(partner.vector, before)
+                assert close(follower, partner, before)
+                assert follower.stage.runtime.version == partner.stage.runtime.version == 9
+                assert follower.stage.counter.total == 70
+                # What the partner had learnt is at another peer now; that it averaged, nobody may say.
+                assert partner.stage.runtime.keeping.kept == 5
+                assert partner.gossip_service._steps == kept
+                assert partner.counted("gossip_exchanges") == follower.counted("gossip_exchanges") == 0
+                assert follower.counted("gossip_followed") == 1
+
+                for parameter in follower.parameters.values():
+                    parameter.data.add_(1.0)
+
+    virtual(main)
+
+
+def test_the_only_replica_does_not_wait() -> None:
+    async def main() -> None:
+        async with peers("a") as (_, (a,)):
+            assert not await listen(a)
+            assert asyncio.get_running_loop().time() == 0
+
+    virtual(main)
+
+
+def test_a_break_half_way_is_one_more_try(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with peers("ab") as (net, (a, b)):
+            before, broken = b.vector, 0
+
+            def tap(source: str, target: str, message: Message) -> list[Delivery]:
+                nonlocal broken
+                if isinstance(message, pb.GossipMessage) and message.done.segment == 2 and broken < 2:
+                    broken += 1
+                    net.cut("a:1", "b:1")
+                    net.heal()
+                return [Delivery(message)]
+
+            net.tap = tap
+            assert await listen(a, "b")
+            assert broken == 2
+            assert torch.equal(b.vector, before)
+            assert close(a, b, before)
+
+    with caplog.at_level(logging.INFO):
+        virtual(main)
+    assert len(said(caplog, "not_followed")) == 1, "one line for each peer"
+    assert [line["peer"] for line in said(caplog, "caught_up")] == ["b"]
+
+
+def test_a_replica_whose_values_are_not_finite_is_left_for_another() -> None:
+    """C27."""
+
+    async def main() -> None:
+        async with peers("abc") as (_, (a, b, c)):
+            for parameter in b.parameters.values():
+                parameter.data.fill_(float("nan"))
+            for _ in range(4):  # whichever is asked first
+                assert await listen(a, "b", "c")
+                assert close(a, c, c.vector)
+
+    virtual(main)
+
+
+def test_a_listener_waits_for_a_busy_replica_longer_than_for_a_silent_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listening_module, "_PATIENCE_S", 60.0)
+
+    async def main() -> None:
+        async with peers("ab") as (_, (a, b)), asyncio.TaskGroup() as tasks:
+            b.gossip_service._busy = True
+            listening = tasks.create_task(listen(a, "b"))
+            await asyncio.sleep(30)
+            assert not listening.done()
+            b.gossip_service._busy = False
+            await asyncio.sleep(2)
+            assert listening.result()
+            b.gossip_service._busy = True
+            assert not await listen(a, "b")  # it does not wait for ever either
+            assert 90 < asyncio.get_running_loop().time() < 100
+
+    virtual(main)
+
+
+def test_without_an_answer_it_counts_with_what_it_has(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with peers("a") as (_, (a,)):
+            before = a.vector
+            assert not await listen(a, "gone")
+            assert 15 < asyncio.get_running_loop().time() < 20
+            assert torch.equal(a.vector, before)
+            assert a.stage.runtime.version == 3
+
+    with caplog.at_level(logging.INFO):
+        virtual(main)
+    assert len(said(caplog, "not_followed")) == 1
+    (line,) = said(caplog, "not_caught_up")
+    assert str(line["reason"]).startswith("gone: no answer for 1")
+
+
+def test_a_replica_that_claims_impossible_steps_is_not_followed() -> None:
+    """Its version would not fit this peer's own record any more."""
+
+    async def main() -> None:
+        async with peers("ab") as (_, (a, b)):
+            b.stage.runtime.version = (1 << 64) - 1
+            assert not await listen(a, "b")
+            assert a.stage.runtime.version == 3
+
+    virtual(main)
+
+
+def test_those_set_aside_are_forgotten_in_time() -> None:
+    """Every peer that ever failed would otherwise be remembered until the end."""
+
+    async def main() -> None:
+        async with peers("ab") as (_, (a, _b)):
+            for name in "cdef":
+                assert not await a.exchange(name)
+            assert len(a.gossip_service._aside) == 4
+            running = asyncio.create_task(a.gossip_service.run())
+            await asyncio.sleep(60)
+            a.gossip_service.stepped()
+            await asyncio.sleep(5)
+            running.cancel()
+            assert not a.gossip_service._aside
+
+    virtual(main)
