@@ -21,6 +21,7 @@ USEFUL: Mapping[str, str] = {
     "activation_sent_bytes": "carried a microbatch",
     "gradient_sent_bytes": "carried a microbatch",
     "evaluation_sent_bytes": "carried an evaluation",
+    "evaluations_scored": "scored an evaluation",
     "snapshots_kept": "kept a snapshot",
 }
 

@@ -131,7 +131,9 @@ class Pipeline:
                 hidden = await self._hidden(hop, work)
                 return await run(lambda: runtime.score(hop, work, hidden, model), worker.BACKGROUND)
 
-            return Evaluated(*await self._computed(score(), partial=False))
+            evaluated = Evaluated(*await self._computed(score(), partial=False))
+            self.stage.metrics.count("evaluations_scored")
+            return evaluated
 
         def frame(safe: bool) -> Awaitable[Frame]:
             return self._encoded(

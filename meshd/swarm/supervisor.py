@@ -96,6 +96,7 @@ class Supervisor:
         self._restarts = 0
         self._gone: set[str] = set()
         self._seed_left = asyncio.Event()
+        self._stage_left_at: float | None = None
         # Set while the peer does not run.
         self._ended = {peer: asyncio.Event() for peer in (SEED, *plan.peers())}
         for event in self._ended.values():
@@ -142,32 +143,51 @@ class Supervisor:
             found = await asyncio.to_thread(DaemonFile.read, self.plan.state(SEED))
             if found is not None and found.alive():
                 return found
-            if self._seed_left.is_set():
-                log = self.plan.log(SEED)
-                raise MeshdError(f"the seed left before the run had finished. End of {log}:\n{log_tail(log)}")
+            self._check_seed()
             await self._clock.sleep(self.plan.poll_s / 4)
 
     async def _follow(self, on_status: Callable[[pb.StatusReply], None]) -> pb.StatusReply:
-        """Ask the seed every second until the run has finished; the last reply."""
-        last: pb.StatusReply | None = None
+        """Ask the seed every second until the run has finished; the last reply. Raises MeshdError when it cannot finish
+        any more: the seed, or all replicas of a stage, have left before."""
         silent = False
         while True:
             found = await asyncio.to_thread(DaemonFile.read, self.plan.state(SEED))
             try:
                 if found is None:
                     raise NetworkError("the seed is starting")
-                last = await fetch_status(self._transport, found.address)
+                reply = await fetch_status(self._transport, found.address)
                 silent = False
-                on_status(last)
-                if last.finished:
-                    return last
+                on_status(reply)
+                if reply.finished:
+                    return reply
             except NetworkError as error:
-                if self._seed_left.is_set() and last is not None:
-                    return last
+                self._check_seed()
                 if not silent:
                     self._tell(f"seed: no status ({error}); the run goes on, asking again")
                 silent = True
+            self._check_stages()
             await self._clock.sleep(self.plan.poll_s)
+
+    def _check_seed(self) -> None:
+        if self._seed_left.is_set():
+            log = self.plan.log(SEED)
+            raise MeshdError(
+                "the seed left before the run had finished: somebody ended it. What was trained is in "
+                f"{self.plan.directory}; starting the swarm again goes on from there. End of {log}:\n{log_tail(log)}"
+            )
+
+    def _check_stages(self) -> None:
+        """At the end of a run its peers leave, some seconds before the seed says that it is over."""
+        if self._stage_left_at is None or self._clock.monotonic() - self._stage_left_at < self.plan.grace_s:
+            return
+        peers = self.plan.peers()
+        left = sorted(
+            set(peers.values()) - {stage for peer, stage in peers.items() if peer not in self._gone}
+        )
+        raise MeshdError(
+            f"all replicas of stage {left[0]} have left before the run had finished: somebody ended them. What was "
+            f"trained is in {self.plan.directory}; starting the swarm again goes on from there"
+        )
 
     async def _keep(self, peer: str) -> None:
         """Run one peer, and start it again as the policy says, until it is cancelled or given up."""
@@ -233,6 +253,8 @@ class Supervisor:
             failure = MeshdError(f"{what} {why}. End of {log}:\n{log_tail(log)}")
             failure.exit_code = code if code > 0 else 1
             raise failure
+        if peer != SEED and self._stage_left_at is None:
+            self._stage_left_at = self._clock.monotonic()
 
     def _stage(self, peer: str) -> int:
         return self.plan.peers()[peer]

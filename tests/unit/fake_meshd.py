@@ -2,7 +2,8 @@
 
 Called as the supervisor calls meshd. FAKE_SCRIPT (JSON) says what peers do: {"stage1-0": {"exit": [3, 9]}} ends the
 first start with code 3, the second with 9; further starts run. {"seed": {"finish_when": 3}}: finished once so many
-peers have registered. "stubborn": ignores SIGTERM. "child": leaves a child process behind.
+peers have registered; "leave_when": leaves by itself then. "stubborn": ignores SIGTERM. "child": leaves a child process
+behind.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def main() -> None:
     if name == "seed":
         serve(state, acts)
     (state / "ready").touch()
-    stopped.wait()
+    while not stopped.wait(0.02):
+        if len(list(state.parent.glob("stage*/ready"))) >= acts.get("leave_when", 10**6):
+            break
     (state / "left").touch()
 
 

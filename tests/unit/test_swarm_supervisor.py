@@ -163,6 +163,24 @@ async def test_a_stage_without_replicas_ends_the_swarm_and_one_with_some_does_no
     assert swarm.running() == []
 
 
+@pytest.mark.parametrize(
+    ("leaver", "problem"),
+    [
+        ("seed", "the seed left before the run had finished: somebody ended it"),
+        ("stage1_0", "all replicas of stage 1 have left before the run had finished"),
+    ],
+)
+async def test_who_leaves_in_good_order_before_the_end_ends_the_swarm_without_an_export(
+    leaver: str, problem: str, tmp_path: Path, acts: Callable[..., None]
+) -> None:
+    acts(**{leaver: {"leave_when": 2}})
+    swarm = Swarm(tmp_path, (1, 1), grace_s=1.0)
+    with pytest.raises(MeshdError, match=problem):
+        await swarm.run()
+    assert not swarm.plan.checkpoint.exists()
+    assert swarm.running() == []
+
+
 async def test_a_failed_export_says_why(tmp_path: Path, acts: Callable[..., None]) -> None:
     acts(seed={"finish_when": 1}, export_fails=True)
     swarm = Swarm(tmp_path, (1,))
