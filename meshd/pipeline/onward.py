@@ -180,7 +180,7 @@ class Onward:
             if elapsed is None:
                 self._router.abandoned(replica.peer_id)
             else:
-                self._router.returned(replica.peer_id, elapsed)
+                self._router.returned(replica.peer_id, elapsed, began + elapsed)
 
     def _again(self, trip: _Trip, partial: bool) -> None:
         trip.partial |= partial

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 # Weight of the newest observation in a replica's pace.
 _EWMA = 0.2
+# A pace that was last seen so long ago says little of now: a replica that was slow for a while, and is not asked since,
+# would never be asked again. It is tried once, and what it shows then counts alone.
+_PACE_S = 30.0
 # A replica that failed is left alone for this long, doubled at every failure in a row.
 _FIRST_PENALTY_S = 1.0
 _LONGEST_PENALTY_S = 60.0
@@ -23,6 +26,11 @@ _BUSY_S = 2.0
 class _Replica:
     in_flight: int = 0
     service_s: float | None = None  # from sending to result, divided by what was in flight
+    seen_at: float = 0.0  # when that was measured last
+
+    def stale(self, now: float) -> bool:
+        """Whether its pace is as good as unknown. Not while it is being tried."""
+        return self.in_flight == 0 and now - self.seen_at > _PACE_S
     busy_until: float = 0.0
     failures: int = 0
     failed_until: float = 0.0
@@ -42,7 +50,7 @@ class Router:
         """Those of `peers` that may be asked now, best first: earliest virtual finish, ties at random.
 
         A replica whose pace is not known yet counts as fast as the fastest known: it is tried early, and its pace
-        becomes known.
+        becomes known. So does one whose pace was not seen for long.
         """
         usable = [
             (peer, self._of(peer))
@@ -54,7 +62,9 @@ class Router:
 
         def finish(item: tuple[str, _Replica]) -> tuple[float, float]:
             replica = item[1]
-            pace = default if replica.service_s is None else replica.service_s
+            pace = replica.service_s
+            if pace is None or replica.stale(now):
+                pace = default
             return (replica.in_flight + 1) * pace, self._rng.random()
 
         return [peer for peer, _ in sorted(usable, key=finish)]
@@ -62,14 +72,16 @@ class Router:
     def sent(self, peer: str) -> None:
         self._of(peer).in_flight += 1
 
-    def returned(self, peer: str, elapsed_s: float) -> None:
+    def returned(self, peer: str, elapsed_s: float, now: float) -> None:
         """A result came back `elapsed_s` after it was sent."""
         replica = self._of(peer)
         pace = elapsed_s / max(1, replica.in_flight)
         replica.in_flight = max(0, replica.in_flight - 1)
-        replica.service_s = (
-            pace if replica.service_s is None else (1 - _EWMA) * replica.service_s + _EWMA * pace
-        )
+        if replica.service_s is None or now - replica.seen_at > elapsed_s + _PACE_S:
+            replica.service_s = pace
+        else:
+            replica.service_s = (1 - _EWMA) * replica.service_s + _EWMA * pace
+        replica.seen_at = now
         replica.failures = 0
 
     def abandoned(self, peer: str) -> None:

@@ -17,7 +17,7 @@ def router() -> Router:
 def serve(router: Router, peer: str, seconds: float, times: int = 1) -> None:
     for _ in range(times):
         router.sent(peer)
-        router.returned(peer, seconds)
+        router.returned(peer, seconds, 0.0)
 
 
 def test_the_earliest_virtual_finish_goes_first(router: Router) -> None:
@@ -53,7 +53,7 @@ def test_pace_follows_what_is_seen_now(router: Router) -> None:
 def test_pace_is_per_microbatch_not_per_queue(router: Router) -> None:
     for _ in range(4):
         router.sent("busy")
-    router.returned("busy", 4.0)  # four at once, the first after 4 s: 1 s each
+    router.returned("busy", 4.0, 0.0)  # four at once, the first after 4 s: 1 s each
     serve(router, "idle", 1.5)
     assert router.in_flight("busy") == 3
     for _ in range(3):
@@ -114,5 +114,20 @@ def test_the_loss_of_one_stream_is_one_failure_however_much_was_in_flight(router
 
 def test_books_never_go_below_zero(router: Router) -> None:
     router.abandoned("a")
-    router.returned("a", 1.0)
+    router.returned("a", 1.0, 0.0)
     assert router.in_flight("a") == 0
+
+
+def test_a_replica_that_was_slow_once_is_tried_again_when_its_pace_is_old(router: Router) -> None:
+    """Whoever is not asked cannot show that it has become fast."""
+    serve(router, "fast", 1.0)
+    serve(router, "slow", 9.0)
+    router.sent("fast")
+    assert router.order(["slow", "fast"], 30.0) == ["fast", "slow"]
+    assert router.order(["slow", "fast"], 31.0) == ["slow", "fast"]
+    router.sent("slow")
+    router.sent("fast")
+    router.sent("fast")
+    assert router.order(["slow", "fast"], 31.0) == ["fast", "slow"], "once, not with all there is"
+    router.returned("slow", 1.5, 40.0)
+    assert router.order(["slow", "fast"], 40.0) == ["slow", "fast"], "what it was long ago is forgotten"
