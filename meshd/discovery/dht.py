@@ -71,6 +71,7 @@ class DhtRegistry:
         self._no_start = ""  # why p2pd does not start, at the last try
         self._entrance = Entrance(bootstrap, timing)
         self._met: dict[str, tuple[PeerAddress, ...]] = {**by_peer(remembered)}  # longest not seen first
+        self._shown = {identity.peer_id}  # by the DHT, when it was last read
         self._refreshed = False
         self._up, self._joined = asyncio.Event(), asyncio.Event()
         self._wake, self._closing = asyncio.Event(), asyncio.Event()
@@ -140,13 +141,14 @@ class DhtRegistry:
             log.debug("DHT not read: %s", str(error) or f"no result within {self._timing.call_s:.0f} s")
             return self.peers
         now = self._clock.time()
+        self._shown = {self._identity.peer_id}
         for entry in found.values():
             if entry is not None and isinstance(entry.value, dict):
                 for value, _ in entry.value.values():
                     self._take(value, now)
         self._refreshed = True
         self._meet(self.peers)
-        self._entrance.forget(self._seen())
+        self._entrance.forget(self._shown)
         return self.peers
 
     @property
@@ -159,6 +161,9 @@ class DhtRegistry:
         if record.run_id != self._run_id or content_problem(record) or record.expires > now + MAX_AHEAD_S:
             return
         self._note(self._book.add(record, now))
+        if record.peer_id not in self._shown:
+            # It lives, and the DHT does not show it: perhaps there are two DHTs (C01).
+            self.known_peer(record.maddrs)
 
     async def close(self) -> None:
         """End the node and its process. Bounded in time, idempotent; `run` returns."""
@@ -206,7 +211,7 @@ class DhtRegistry:
 
         If the DHT view lacks it, it is dialled at once, so that two DHTs that do not know of each other merge (C01).
         """
-        if self._entrance.tell(readable(maddrs), self._seen()):
+        if self._entrance.tell(readable(maddrs), self._shown):
             self._wake.set()
 
     async def run(self) -> None:
@@ -283,7 +288,11 @@ class DhtRegistry:
 
     def _take(self, value: object, now: float) -> None:
         record = self._validator.open(value, now)
-        self._note(record if isinstance(record, str) else self._book.add(record, now))
+        if isinstance(record, str):
+            self._note(record)
+            return
+        self._shown.add(record.peer_id)
+        self._note(self._book.add(record, now))
 
     def _note(self, reason: str | None) -> None:
         if reason:
@@ -298,9 +307,6 @@ class DhtRegistry:
                 self._met[record.peer_id] = own
         while len(self._met) > _MAX_MET:
             del self._met[next(iter(self._met))]
-
-    def _seen(self) -> set[str]:
-        return {self._identity.peer_id, *(record.peer_id for record in self.peers)}
 
     # ---- supervision ----------------------------------------------------------------------------------------------
 

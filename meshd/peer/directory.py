@@ -15,6 +15,7 @@ from meshd.discovery.registry import Registry
 from meshd.errors import MeshdError, NetworkError
 from meshd.observe.log import event
 from meshd.optim.schedule import TokenCounter
+from meshd.peer.lost import Roster
 from meshd.pipeline.stage import Replica
 from meshd.proto import meshd_pb2 as pb
 from meshd.transport.base import Transport
@@ -70,7 +71,7 @@ class Directory:
     _version: int = field(default=0, init=False)
     _unannounced: str = field(default="", init=False)  # why, as last logged
     _kept: dict[str, float] = field(default_factory=dict, init=False)  # when it was last said
-    _seen: dict[str, str] = field(default_factory=dict, init=False)
+    _roster: Roster = field(default_factory=Roster, init=False)
     _announcing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def announce(self) -> None:
@@ -135,16 +136,18 @@ class Directory:
 
     async def _ask_silent(self) -> None:
         """Keep those known who live, although the registry shows no renewal of theirs: it cannot be read here, or not
-        be written to there. Whoever does not answer either is forgotten when its record ends."""
+        be written to there. Whoever does not answer either counts as lost when its record ends, and is asked again."""
         end = self.clock.time() + _UNRENEWED_S
         silent = [
             peer for peer in self.peers if peer.expires < end and peer.state != pb.PEER_STATE_UNSPECIFIED
         ]
-        answers = await asyncio.gather(*(self._ask(peer) for peer in silent))
-        for peer, record in zip(silent, answers, strict=True):
+        lost = self._roster.due(self.clock.monotonic())
+        answers = await asyncio.gather(*(self._ask(peer) for peer in [*silent, *lost]))
+        for number, (peer, record) in enumerate(zip([*silent, *lost], answers, strict=True)):
             if record is not None:
                 self.registry.heard(record)
-                self._say_kept(peer)
+                if number < len(silent):
+                    self._say_kept(peer)
 
     def _say_kept(self, peer: pb.Record) -> None:
         now = self.clock.monotonic()
@@ -214,21 +217,25 @@ class Directory:
     def everyone(self) -> list[str]:
         return _addresses(self.peers)
 
+    def lost(self) -> list[tuple[pb.Record, float]]:
+        """Last records of peers that vanished without taking leave, and for how many seconds they are away."""
+        return self._roster.missing(self.clock.monotonic())
+
     def _report(self, peers: Iterable[pb.Record]) -> None:
-        """One line for each peer that came or went."""
-        now = {
-            peer.peer_id: f"{peer.name or peer.peer_id[-8:]}"
-            for peer in peers
-            # Of a peer without a state, a file says that it should be there; it has not said so itself.
-            if peer.state != pb.PEER_STATE_UNSPECIFIED
-        }
-        for peer_id, name in now.items():
-            if peer_id not in self._seen:
-                event(log, "peer_found", peer=name)
-        for peer_id, name in self._seen.items():
-            if peer_id not in now:
-                event(log, "peer_gone", peer=name)
-        self._seen = now
+        """One line for each peer that came or left; one for all that were lost, or are back, together."""
+        # Of a peer without a state, a file says that it should be there; it has not said so itself.
+        said = [peer for peer in peers if peer.state != pb.PEER_STATE_UNSPECIFIED]
+        changes = self._roster.look(said, self.clock.time(), self.clock.monotonic())
+        for name in changes.found:
+            event(log, "peer_found", peer=name)
+        for name in changes.left:
+            event(log, "peer_gone", peer=name)
+        if changes.lost:
+            hint = "dead, or the network between is cut: they are asked again"
+            event(log, "peers_lost", level=logging.WARNING, peers=", ".join(changes.lost), hint=hint)
+        if changes.back:
+            away_s = round(changes.back_after_s)
+            event(log, "peers_back", peers=", ".join(changes.back), away_s=away_s)
 
 
 def _replica(peer: pb.Record) -> Replica:

@@ -10,7 +10,7 @@ from meshd.config.runspec import ResolvedRun
 from meshd.errors import MeshdError
 from meshd.observe.health import Health, reason_to_wait
 from meshd.observe.metrics import Metrics
-from meshd.peer.directory import Directory, Self
+from meshd.peer.directory import LIFETIME_S, Directory, Self
 from meshd.proto import meshd_pb2 as pb
 from meshd.transport.base import Transport
 
@@ -42,6 +42,10 @@ class StatusBoard:
         reply = self._own()
         if request.swarm and self.directory is not None and self.transport is not None:
             reply.peers.extend(await self._ask_all())
+            there = {peer.peer_id for peer in reply.peers}
+            reply.peers.extend(
+                _missing(*peer) for peer in self.directory.lost() if peer[0].peer_id not in there
+            )
             self._gather(reply)
         return reply
 
@@ -111,16 +115,7 @@ class StatusBoard:
             async with asyncio.timeout(_ANSWER_S):
                 reply = await self.transport.status(peer.address, pb.StatusRequest())
         except (MeshdError, TimeoutError) as error:
-            return pb.PeerStatus(
-                peer_id=peer.peer_id,
-                name=peer.name,
-                role=peer.role,
-                stage=peer.stage,
-                state=peer.state,
-                address=peer.address,
-                weight_version=peer.weight_version,
-                doing=f"does not answer: {str(error) or f'nothing in {_ANSWER_S:.0f} s'}",
-            )
+            return _told(peer, f"does not answer: {str(error) or f'nothing in {_ANSWER_S:.0f} s'}")
         self._heard[peer.peer_id] = _points([reply])
         return reply.self
 
@@ -130,6 +125,26 @@ class StatusBoard:
         del reply.losses[:], reply.evaluations[:]
         reply.losses.extend(points.losses)
         reply.evaluations.extend(points.evaluations)
+
+
+def _told(peer: pb.Record, doing: str, age_s: float = 0.0) -> pb.PeerStatus:
+    """What is known of a peer that does not answer. age_s: for how long it has not."""
+    return pb.PeerStatus(
+        peer_id=peer.peer_id,
+        name=peer.name,
+        role=peer.role,
+        stage=peer.stage,
+        state=peer.state,
+        address=peer.address,
+        weight_version=peer.weight_version,
+        doing=doing,
+        age_s=age_s,
+    )
+
+
+def _missing(peer: pb.Record, away_s: float) -> pb.PeerStatus:
+    # Its record had to end before it was taken for lost.
+    return _told(peer, "lost: dead, or cut off from here; it is asked again", away_s + LIFETIME_S)
 
 
 def _points(replies: Sequence[pb.StatusReply]) -> pb.StatusReply:

@@ -350,9 +350,11 @@ async def test_a_wrong_peer_id_at_a_live_address_is_said(start: Starter) -> None
     assert "peer id mismatch" in peer.registry.problem
 
 
+@pytest.mark.parametrize("heard", [False, True])
 async def test_c01_two_dhts_merge_when_grpc_knows_a_peer_that_the_dht_does_not_show(
-    start: Starter, caplog: pytest.LogCaptureFixture
+    start: Starter, caplog: pytest.LogCaptureFixture, heard: bool
 ) -> None:
+    """heard: it has said so itself, asked over gRPC, as those are that were lost."""
     left = [await start()]
     left.append(await start(left[0].registry.maddrs()))
     right = [await start()]
@@ -360,7 +362,13 @@ async def test_c01_two_dhts_merge_when_grpc_knows_a_peer_that_the_dht_does_not_s
     for stage, peer in enumerate((*left, *right)):
         await peer.registry.announce(peer.record(stage=stage % 2))
     assert await left[1].sees() == {left[0].identity.peer_id}
-    left[1].registry.known_peer(["junk", "/p2p-circuit", *map(str, right[1].registry.maddrs())])
+    maddrs = ["junk", "/p2p-circuit", *map(str, right[1].registry.maddrs())]
+    if heard:
+        said = right[1].record(stage=1)
+        said.maddrs[:] = maddrs
+        left[1].registry.heard(said)
+    else:
+        left[1].registry.known_peer(maddrs)
     await until(lambda: "the DHT had split" in caplog.text, "the split is found")
     everyone = {peer.identity.peer_id for peer in (*left, *right)}
 

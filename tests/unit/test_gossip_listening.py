@@ -1,4 +1,4 @@
-"""A replica that has just come follows one that works, and moves nobody, before it counts (DESIGN section 6: weight 0)."""
+"""A replica that has just come follows one that works, and moves nobody, before it counts (DESIGN 6: weight 0)."""
 
 from __future__ import annotations
 
