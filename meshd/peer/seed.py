@@ -36,11 +36,13 @@ class SeedPeer:
         self._leaving = asyncio.Event()
         self._doing = "getting the base model"
         self._looked: float | None = None
+        self._problem = ""  # why the newest snapshot cannot be kept, as last logged
 
     async def run(self) -> None:
         me = self._directory.me
         self._status.doing = lambda: self._doing
         self._status.waiting = self._waits
+        self._status.last_error = lambda: self._problem
         self._handlers.donor = Donor(
             self._supply.store,
             self._run.run_id,
@@ -115,13 +117,27 @@ class SeedPeer:
             donors = [peer.address for peer in self._directory.stage_peers(stage)]
             try:
                 await self._supply.snapshot(stage, watermark, donors)
-            except (NetworkError, ResourceError) as error:
-                level = logging.DEBUG if isinstance(error, NetworkError) else logging.WARNING
+            except NetworkError as error:
                 event(
-                    log, "snapshot_incomplete", level=level, stage=stage, tokens=watermark, reason=str(error)
+                    log,
+                    "snapshot_incomplete",
+                    level=logging.DEBUG,
+                    stage=stage,
+                    tokens=watermark,
+                    reason=str(error),
                 )
                 return False
+            except ResourceError as error:
+                self._failed(watermark, str(error))
+                return False
+        self._problem = ""
         return True
+
+    def _failed(self, watermark: int, reason: str) -> None:
+        """A full disk, mostly: said once, and tried again at every look."""
+        if not self._problem:
+            event(log, "snapshot_failed", level=logging.ERROR, tokens=watermark, reason=reason)
+        self._problem = f"no snapshot at {watermark} tokens: {reason}"
 
     def complete(self) -> list[int]:
         """Watermarks of which every stage's snapshot is here, ascending."""

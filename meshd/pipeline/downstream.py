@@ -106,6 +106,12 @@ class Downstream:
         """Why the stream ended; None while it lives."""
         return self._lost
 
+    @property
+    def queued_bytes(self) -> int:
+        """What waits to be handed to the stream."""
+        open = self._ready.done() and self._lost is None
+        return self._ready.result().queued_bytes if open else 0
+
     async def run(self, transport: Transport) -> None:
         """Hold the stream open until it breaks. Never raises but for cancellation and bugs: the loss reaches those
         who wait in `carry`."""

@@ -44,6 +44,7 @@ class Onward:
         self._links: dict[tuple[str, int], Downstream] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._debts = Debts()
+        self._trips: set[_Trip] = set()
         # Set and replaced whenever a route may have opened: credit, a new replica, a link that came up.
         self._changed = asyncio.Event()
         self.waiting_for: str = ""
@@ -66,11 +67,23 @@ class Onward:
                 await self._stage.clock.sleep(_LOOK_S)
                 self.wake()
                 self._count_lost()
+                self._stage.metrics.gauge("waiting_bytes", self.waiting_bytes())
+                queued = sum(link.queued_bytes for link in self._links.values())
+                self._stage.metrics.gauge("downstream_queued_bytes", queued)
                 if self._stage.counter.total > told:
                     told = self._stage.counter.total
                     counts = self._stage.counter.to_proto()
                     for link in list(self._links.values()):
                         link.progress(counts)
+
+    def waiting_bytes(self, passing: bool = False) -> int:
+        """Of frames that are not sent whole yet: they wait for a replica, or for its link. passing: of those only whose
+        input came over a link."""
+        return sum(
+            len(trip.cargo.frame.payload)
+            for trip in self._trips
+            if trip.cargo.frame is not None and not (passing and trip.work.frame is None)
+        )
 
     def _count_lost(self) -> None:
         """Peers that are neither announced nor linked have died or left, and took along what was not kept."""
@@ -116,6 +129,13 @@ class Onward:
         watermark + 1.
         """
         trip = _Trip(hop, id.origin, id.sequence, id.attempt, work, evaluate, Cargo(await forward(False)))
+        self._trips.add(trip)
+        try:
+            return await self._carry(trip, forward)
+        finally:
+            self._trips.remove(trip)
+
+    async def _carry(self, trip: _Trip, forward: Callable[[bool], Awaitable[Frame]]) -> tuple[Result, str]:
         while True:
             replica = self._choose(trip)
             if replica is None:
@@ -142,7 +162,7 @@ class Onward:
                 trip.refused[replica.peer_id] = str(error)
             except LinkLost as error:
                 self._router.failed(replica.peer_id, self._stage.clock.monotonic())
-                event(log, "resend", level=logging.DEBUG, peer=replica.name, hop=hop, reason=str(error))
+                event(log, "resend", level=logging.DEBUG, peer=replica.name, hop=trip.hop, reason=str(error))
                 # Once it was sent whole, how far it came is unknown: stages behind may have added it.
                 self._again(trip, partial=trip.cargo.frame is None)
                 # A new trouble, however long the peer had worked on it.
@@ -287,7 +307,7 @@ class Onward:
         self.wake()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Trip:
     """One microbatch on its way to one hop, over as many replicas as it takes."""
 

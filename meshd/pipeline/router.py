@@ -31,6 +31,7 @@ class _Replica:
     def stale(self, now: float) -> bool:
         """Whether its pace is as good as unknown. Not while it is being tried."""
         return self.in_flight == 0 and now - self.seen_at > _PACE_S
+
     busy_until: float = 0.0
     failures: int = 0
     failed_until: float = 0.0

@@ -38,6 +38,10 @@ class Pipeline:
         """For people: what microbatches wait for; empty: nothing."""
         return self._onward.waiting_for
 
+    def passing_bytes(self) -> int:
+        """Of what this peer has made of others' microbatches and has not sent on yet."""
+        return self._onward.waiting_bytes(passing=True)
+
     def wake(self) -> None:
         """Routes may have changed: let those who wait look again."""
         self._onward.wake()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from meshd import PROTOCOL_VERSION
 from meshd.data.microbatch import Microbatch
-from meshd.errors import MeshdError, MismatchError, ungrouped
+from meshd.errors import MeshdError, MismatchError, ResourceError, ungrouped
 from meshd.observe.log import event
 from meshd.pipeline.crossing import needs_priors
 from meshd.pipeline.downstream import Key, Passed, key_of
@@ -33,6 +33,8 @@ MAX_HELD = 1024
 # asks on without reading loses its place, before its answers fill this peer's memory.
 _MAX_UNREAD = 4096
 _MAX_ORIGIN = 128
+# Each may hold some MiB of answers and gradients.
+_MAX_LINKS = 256
 # Priors kept for a link: its present one, and that of frames that were written before the change.
 _KEPT_PRIORS = 2
 # What is kept is left out while so much waits on the link.
@@ -83,6 +85,8 @@ class Intake:
         if first is None or first.WhichOneof("body") != "open":
             raise MismatchError("a link must begin with LinkOpen")
         self._check_open(first.open)
+        if len(self._links) >= _MAX_LINKS:
+            raise ResourceError(f"{len(self._links)} links are open to this peer")
         link = _Link(self, duplex, first.open)
         self._links.add(link)
         try:
@@ -131,7 +135,9 @@ class Intake:
             self.pipeline.stage.metrics.count("offers_no_prior")
             return pb.Answer.VERDICT_NO_PRIOR, f"prior {offer.hidden.prior.hex()[:16]} is not here", None
         size = offer.hidden.payload_bytes
-        if self._held >= MAX_HELD or (self._held and self._held_bytes + size > self._budget):
+        # What waits to go on counts, too: behind a slow link as much piles up as was taken in.
+        held = self._held_bytes + self.pipeline.passing_bytes()
+        if self._held >= MAX_HELD or (self._held and held + size > self._budget):
             self.pipeline.stage.metrics.count("offers_busy")
             return pb.Answer.VERDICT_BUSY, f"{self._held} microbatches held", None
         if not self._seen.first_time((*key_of(offer.id), offer.hop)):
@@ -139,17 +145,22 @@ class Intake:
             return pb.Answer.VERDICT_DROP, "seen before", None
         self._held += 1
         self._held_bytes += size
-        self.pipeline.stage.metrics.gauge("store_bytes", self._held_bytes)
+        self._measure()
         return pb.Answer.VERDICT_ACCEPTED, "", batch
 
     def release(self, size: int) -> None:
         """A microbatch has left: tell the neighbours that there is room."""
         self._held -= 1
         self._held_bytes -= size
-        self.pipeline.stage.metrics.gauge("store_bytes", self._held_bytes)
+        self._measure()
         if not self.draining:
             for link in self._links:
                 link.credit()
+
+    def _measure(self) -> None:
+        metrics = self.pipeline.stage.metrics
+        metrics.gauge("store_bytes", self._held_bytes)
+        metrics.gauge("upstream_queued_bytes", sum(link.queued_bytes for link in self._links))
 
     def _checked(self, offer: pb.Offer) -> Microbatch:
         """Everything about an offer that can be known before its payload comes. Raises MismatchError."""
@@ -208,6 +219,11 @@ class _Link:
                 self._pipeline.stage.around.priors.release(name)
             for key in list(self._held):
                 self._forget(key)
+
+    @property
+    def queued_bytes(self) -> int:
+        """What waits to be handed to the stream."""
+        return self._sender.queued_bytes
 
     def tell_kept(self) -> None:
         """Say what would outlive this peer. Left out while much waits on the link: the next one says more."""
