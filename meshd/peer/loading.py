@@ -94,6 +94,19 @@ def held_before(store: BundleStore, stages: int) -> int | None:
     return max(held, key=lambda stage: held[stage], default=None)
 
 
+def put_away(store: BundleStore, held: int, stages: int, base: bool) -> None:
+    """Delete what this peer has of stages that it does not hold (any more), so that its disk holds one stage however
+    often it moves. The newest snapshot of each stays: it may be the last there is. base: also the base weights."""
+    for stage in range(stages):
+        if stage == held:
+            continue
+        store.prune(f"part/{stage}", 0)
+        store.prune(f"snapshot/{stage}", 1)
+        store.delete(f"live/{stage}")
+        if base:
+            store.delete(f"base/{stage}")
+
+
 def give_back_memory(device: torch.device) -> None:
     """After a stage was put down: what only cycles still hold is freed, and free memory goes back to the device or
     the system."""

@@ -30,6 +30,7 @@ from meshd.peer.loading import (
     give_back_memory,
     held_before,
     load_stage,
+    put_away,
     stage_needs,
 )
 from meshd.peer.parts import Parts
@@ -131,6 +132,9 @@ class StagePeer:
         await self._directory.announce()
         self._doing = f"getting the state of stage {me.stage}"
         self._runtime = await load_stage(self._supply, me.stage, self._device)
+        # Whoever made the run is asked for the base weights of all stages.
+        base = self._run.operator != me.peer_id
+        await asyncio.to_thread(put_away, self._supply.store, me.stage, self._run.stages, base)
 
     @property
     def runtime(self) -> StageRuntime:
@@ -190,9 +194,7 @@ class StagePeer:
         await directory.announce()
         try:
             async with asyncio.TaskGroup() as tasks:
-                live = LiveBundles(
-                    f"live/{number}", lambda bundle: snapshots.save_live(), tasks, self._clock
-                )
+                live = LiveBundles(f"live/{number}", lambda bundle: snapshots.save_live(), tasks, self._clock)
                 handlers.donor = donor = Donor(
                     store,
                     self._run.run_id,

@@ -13,6 +13,7 @@ from pipeline_helpers import ROWS, TOKENS, make_batch, make_run
 from meshd.data.microbatch import Microbatch
 from meshd.observe.metrics import Metrics
 from meshd.optim.schedule import TokenCounter
+from meshd.pipeline import injector as injector_module
 from meshd.pipeline.downstream import Passed
 from meshd.pipeline.dropped import Dropped
 from meshd.pipeline.injector import Injector
@@ -100,3 +101,37 @@ def test_nothing_goes_out_after_a_pause_in_which_the_run_ended(tmp_path: Path, h
 
     # The first four are dropped after 1 s; their pause has begun then.
     assert injected(pipeline, tmp_path / "journal", end, 1.2) == 4
+
+
+def test_what_is_not_kept_for_long_takes_no_more_memory_and_is_counted_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer alone on its stage, whose disk is full, keeps nothing. Later nothing may count as kept too early."""
+    monkeypatch.setattr(injector_module, "_MOST_UNKEPT", 4)
+    pipeline = Pipeline(1)
+    keeping = pipeline.stage.runtime.keeping
+    with Journal(tmp_path / "journal") as journal:
+        injector = Injector(pipeline, Stream(), journal)  # type: ignore[arg-type]
+        for addition in [2, 1, *range(3, 21)]:
+            journal.commit(journal.inject(addition), 1)
+            injector._note_unkept(addition)
+            assert len(injector._unkept) <= 4
+        keeping.keep(5)
+        assert journal.ledger.unkept >= 15
+        keeping.keep(20)
+        assert journal.ledger.unkept == 0
+        assert not injector._unkept
+
+
+def test_a_start_gives_its_microbatches_and_evaluations_other_names_than_the_one_before(
+    tmp_path: Path,
+) -> None:
+    """Their numbers may be the same; what peers remember of the former ones is refused."""
+    names = []
+    for incarnation in (1_800_000_000_000, 1_800_000_000_001):
+        pipeline = Pipeline(1)
+        pipeline.stage.incarnation = incarnation
+        with Journal(tmp_path / f"journal{incarnation}") as journal:
+            injector = Injector(pipeline, Stream(), journal)  # type: ignore[arg-type]
+            names.append(injector._id(7).SerializeToString())
+    assert names[0] != names[1]

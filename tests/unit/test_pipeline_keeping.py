@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshd.pipeline import keeping
 from meshd.pipeline.journal import Journal
 from meshd.pipeline.keeping import Debts, Keeping
 from meshd.pipeline.ledger import LedgerError
@@ -63,6 +64,21 @@ def test_what_is_remembered_is_bounded() -> None:
     assert len(debts._debts) <= 257
     debts.returned("peer999", 0, 2)  # one that comes back is still known
     assert debts.lost == (1 << 16) + 999
+
+
+def test_what_is_remembered_of_all_that_went_together_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may have owed much each."""
+    monkeypatch.setattr(keeping, "_MOST_GONE_UNKEPT", 10)
+    debts = Debts()
+    for peer in ("a", "b", "c"):
+        for addition in range(6):
+            debts.returned(peer, 1, addition)
+    debts.gone(["c"])
+    assert debts.lost == 12
+    assert set(debts._debts) == {"b", "c"}, "the one known longest went first"
+    debts.gone([])
+    assert debts.lost == 18
+    assert set(debts._debts) == {"c"}
 
 
 @given(

@@ -131,3 +131,15 @@ def test_a_replica_that_was_slow_once_is_tried_again_when_its_pace_is_old(router
     assert router.order(["slow", "fast"], 31.0) == ["fast", "slow"], "once, not with all there is"
     router.returned("slow", 1.5, 40.0)
     assert router.order(["slow", "fast"], 40.0) == ["slow", "fast"], "what it was long ago is forgotten"
+
+
+def test_peers_that_went_are_forgotten_once_they_are_not_set_aside_any_more(router: Router) -> None:
+    for peer in ("here", "gone", "failed", "asked"):
+        serve(router, peer, 1.0)
+    router.failed("failed", 10.0)
+    router.sent("asked")
+    router.forget({"here"}, 10.0)
+    assert set(router._replicas) == {"here", "failed", "asked"}
+    router.abandoned("asked")
+    router.forget({"here"}, 100.0)
+    assert set(router._replicas) == {"here"}

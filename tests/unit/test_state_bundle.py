@@ -1,6 +1,7 @@
 """Bundles on disk: whole or not at all, and no name leads outside."""
 
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -244,6 +245,67 @@ def test_missing_file_and_torn_manifest_are_found(store: BundleStore) -> None:
     manifest.write_bytes(manifest.read_bytes()[:40])
     with pytest.raises(DataError, match="damaged"):
         BundleStore(store.root).manifest("base/1")
+
+
+@pytest.mark.parametrize("hurt", ["file", "facts", "hash", "manifest"])
+def test_c22_damaged_bundles_are_dropped_at_the_start_and_the_others_stay(
+    hurt: str, store: BundleStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also a manifest of which one digit has changed: the hashes in it vouch for the files, nothing else for it."""
+    for name in ("live/0", "snapshot/0/4"):
+        store.write(name, {"f": b"x" * 100}, {"weight_version": 7})
+    manifest = store.root / "live/0/.manifest.json"
+    content = manifest.read_text()
+    match hurt:
+        case "file":
+            store.path("live/0", "f").write_bytes(b"x" * 50)
+        case "facts":
+            manifest.write_text(content.replace('"weight_version":7', '"weight_version":8'))
+        case "hash":
+            digest = store.manifest("live/0").files[0].sha256[0].hex()
+            manifest.write_text(content.replace(digest, digest[::-1]))
+        case "manifest":
+            manifest.write_text("")
+    again = BundleStore(store.root)
+    assert again.drop_damaged() == ["live/0"]
+    assert again.names() == ["snapshot/0/4"]
+    assert not (store.root / "live/0").exists()
+    (record,) = caplog.records
+    assert "bundle live/0" in record.getMessage()
+    assert "is damaged" in record.getMessage()
+    assert "Deleted" in record.getMessage()
+    assert again.drop_damaged() == []
+
+
+def test_a_manifest_of_an_earlier_version_counts(store: BundleStore) -> None:
+    store.write("base/0", {"f": b"x"}, {})
+    path = store.root / "base/0/.manifest.json"
+    data = json.loads(path.read_text())
+    del data["sha256"]
+    path.write_text(json.dumps(data))
+    assert BundleStore(store.root).drop_damaged() == []
+
+
+def test_c29_downloads_that_nobody_goes_on_with_are_bounded(store: BundleStore) -> None:
+    """Each is of a snapshot that is older than the next; those under way stay, however long nothing has come."""
+    lock = store.fetch_lock("snapshot/0/0")
+    for watermark in range(20):
+        directory = store.partial_directory(Manifest(f"snapshot/0/{watermark}", (entry(),)))
+        (directory / "f").write_bytes(b"x")
+        os.utime(directory, (watermark, watermark))
+        os.utime(directory / "f", (watermark, watermark))
+    left = sorted(int(path.name.split("~")[2]) for path in (store.root / ".partial").iterdir())
+    assert left == [0, *range(11, 20)]
+    del lock
+    store.partial_directory(Manifest("base/0", (entry(),)))
+    assert not list((store.root / ".partial").glob("snapshot~0~0~*"))
+
+
+def test_locks_of_downloads_go_with_them(store: BundleStore) -> None:
+    lock = store.fetch_lock("base/0")
+    assert store.fetch_lock("base/0") is lock
+    del lock
+    assert len(store._fetching) == 0
 
 
 def test_copied_directory_is_hashed_once_and_taken(
