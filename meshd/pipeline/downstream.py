@@ -67,6 +67,10 @@ class _TooLate(LinkLost):
     """The stream lives, but not for this microbatch."""
 
 
+class _Unclear(Refused):
+    """An answer of no kind that is known here: it may mean that a place was given."""
+
+
 @dataclass
 class _Pending:
     offer: pb.Offer
@@ -187,14 +191,16 @@ class Downstream:
                 raise Busy(answer.reason[:_TEXT])
             if answer.verdict == pb.Answer.VERDICT_NO_PRIOR and offer.hidden.prior:
                 raise NoPrior(answer.reason[:_TEXT])
-            if answer.verdict != pb.Answer.VERDICT_ACCEPTED:
+            if answer.verdict in (pb.Answer.VERDICT_DROP, pb.Answer.VERDICT_NO_PRIOR):
                 raise Refused(answer.reason[:_TEXT])
+            if answer.verdict != pb.Answer.VERDICT_ACCEPTED:
+                raise _Unclear(f"verdict {answer.verdict}")
             assert cargo.frame is not None
             for chunk in split(offer.id, offer.hop, cargo.frame.payload):
                 await sender.send(pb.LinkMessage(chunk=chunk), Priority.FORWARD)
             cargo.frame = None
             return await self._within(_RESULT_S, pending.result, "return a microbatch")
-        except (asyncio.CancelledError, _TooLate):
+        except (asyncio.CancelledError, _TooLate, _Unclear):
             # Behind its own offer, never before it. Should the replica accept after all, it must not keep the place.
             sender.post(pb.LinkMessage(cancel=pb.Cancel(id=offer.id, hop=offer.hop)), Priority.FORWARD)
             raise

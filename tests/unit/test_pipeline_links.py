@@ -400,6 +400,36 @@ def test_a_refusal_of_any_size_and_an_unknown_verdict_are_refusals() -> None:
     virtual(main)
 
 
+def test_an_answer_that_may_have_meant_yes_is_taken_back() -> None:
+    """The replica must not keep a place for what never comes."""
+
+    async def main() -> None:
+        heard: list[str] = []
+
+        class Unclear:
+            async def link(self, duplex: Duplex[pb.LinkMessage]) -> None:
+                async for message in duplex:
+                    heard.append(message.WhichOneof("body") or "")
+                    if message.HasField("offer"):
+                        answer = pb.Answer(id=message.offer.id, verdict=64)  # type: ignore[arg-type]
+                        await duplex.send(pb.LinkMessage(answer=answer))
+
+        offer, frame = microbatch()
+        async with MemoryNetwork(VirtualClock()) as net, asyncio.TaskGroup() as tasks:
+            net.register("replica:1", Unclear())  # type: ignore[arg-type]
+            down = Downstream(
+                opening(RUN.run_id).open, "replica:1", lambda: None, lambda counts: None, lambda kept: None
+            )
+            running = tasks.create_task(down.run(net.transport("me:1")))
+            with pytest.raises(Refused):
+                await down.carry(offer, Cargo(frame))
+            await asyncio.sleep(0.1)
+            assert heard == ["open", "offer", "cancel"]
+            running.cancel()
+
+    virtual(main)
+
+
 def test_a_replica_that_never_answers_is_given_up_and_told_so() -> None:
     """Should it accept later, it must not keep a place for what never comes."""
 
