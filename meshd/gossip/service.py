@@ -135,18 +135,21 @@ class Gossip:
         """Answer one exchange that a replica opened."""
         messages = aiter(duplex)
         exchange = Exchange(duplex, messages, self._flat, self._stage.worker, self._spec.timeout_s)
+        name = duplex.remote
         try:
             theirs = (await exchange.next("open")).open
             mine = self._opening(theirs.exchange)
             check_open(mine, theirs)
         except (LinkLost, MismatchError, ExchangeRefused) as error:
-            self._failed(duplex.remote, error)
+            self._failed(name, error)
             await self._refuse(duplex, str(error), busy=False)
             return
         if self._busy:
             await self._refuse(duplex, "in another exchange", busy=True)
             return
         self._busy = True
+        known = self._stage.around.replicas(self._own_stage)
+        name = next((replica.name for replica in known if replica.peer_id == theirs.peer_id), name)
         try:
             self._stage.counter.merge(theirs.committed)
             await duplex.send(pb.GossipMessage(open=mine))
@@ -155,11 +158,11 @@ class Gossip:
                 self._traded(await exchange.run(share=0.0))
                 self._stage.runtime.keeping.keep(stepped)
             else:
-                self._done(duplex.remote, await exchange.run(), stepped)
+                self._done(name, await exchange.run(), stepped)
                 # Exchanged with: what this peer would open itself can wait as long again.
                 self._steps = 0
         except (LinkLost, MismatchError, ExchangeRefused, ResourceError) as error:
-            self._failed(duplex.remote, error)
+            self._failed(name, error)
         finally:
             self._busy = False
 
@@ -197,4 +200,11 @@ class Gossip:
 
     def _failed(self, partner: str, error: MeshdError) -> None:
         self._stage.metrics.count("gossip_failed")
-        event(log, "gossip_failed", level=logging.WARNING, peer=partner, reason=str(error))
+        event(
+            log,
+            "gossip_failed",
+            level=logging.WARNING,
+            peer=partner,
+            stage=self._own_stage,
+            reason=str(error),
+        )

@@ -98,6 +98,7 @@ class Downstream:
         self._open, self._address, self._on_credit, self._on_counts = open, address, on_credit, on_counts
         self._on_kept = on_kept
         self._announced = b""
+        self.answered = False  # whether the far side has said anything
         self.knows = b""  # the prior that the far side last said it has
         self._pending: dict[Key, _Pending] = {}
         self._ready: asyncio.Future[PrioritySender[pb.LinkMessage]] = (
@@ -138,6 +139,7 @@ class Downstream:
             if self._announced:
                 self._notice(sender)
             async for message in duplex:
+                self.answered = True
                 await self._take(message)
             writing.cancel()
 

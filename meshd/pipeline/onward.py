@@ -44,6 +44,7 @@ class Onward:
         self._links: dict[tuple[str, int], Downstream] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._debts = Debts()
+        self._lost: set[str] = set()  # those whose loss was told, as long as they are announced
         self._trips: set[_Trip] = set()
         # Set and replaced whenever a route may have opened: credit, a new replica, a link that came up.
         self._changed = asyncio.Event()
@@ -300,7 +301,10 @@ class Onward:
             del self._links[replica.peer_id, hop]
         self._router.failed(replica.peer_id, self._stage.clock.monotonic())
         stage = self._stage.hops[hop].stage
-        event(log, "link_lost", level=logging.WARNING, peer=replica.name, stage=stage, reason=str(link.lost))
+        # One line for each loss (C10): not for every try to have the link again.
+        level = logging.DEBUG if replica.peer_id in self._lost and not link.answered else logging.WARNING
+        self._lost.add(replica.peer_id)
+        event(log, "link_lost", level=level, peer=replica.name, stage=stage, reason=str(link.lost))
 
     def _credit(self, peer_id: str) -> None:
         self._router.credit(peer_id)

@@ -21,6 +21,7 @@ from meshd.errors import MeshdError
 from meshd.proto import meshd_pb2 as pb
 from meshd.transport.base import Duplex, Handlers, LinkLost
 from meshd.transport.limits import CLOSE_GRACE_S, MAX_MESSAGE_BYTES, UNARY_TIMEOUT_S, checked_size
+from meshd.transport.options import CONNECT_TIMEOUT_S, PING_MS
 from meshd.transport.queue import ByteQueue, Failure
 from meshd.transport.status import Status
 
@@ -36,6 +37,9 @@ class Delivery:
     message: Message
     delay_s: float = 0.0
 
+
+# As over gRPC: a ping goes out after so long without news, and is waited for as long again.
+_UNANSWERED_S = 2 * PING_MS / 1000
 
 # tap(source address, destination address, message) -> deliveries. None at all drops the message, two double it.
 # It sees every message, unary requests and replies too, and owns the copy it is given.
@@ -57,6 +61,8 @@ class _Pipe(Generic[M]):
         checked_size(message)
         copy = self._kind.FromString(message.SerializeToString())
         net = self._net
+        if net.muted(self._source, self._target):
+            return
         tapped = [Delivery(copy)] if net.tap is None else net.tap(self._source, self._target, copy)
         for delivery in tapped:
             data = delivery.message.SerializeToString()
@@ -163,6 +169,7 @@ class MemoryNetwork:
         self._handlers: dict[str, Handlers] = {}
         self._dead: set[str] = set()
         self._cuts: set[frozenset[str]] = set()
+        self._mutes: set[frozenset[str]] = set()
         self._delays: dict[frozenset[str], float] = {}
         self._calls: dict[asyncio.Task[None], _Call] = {}  # in the order they were opened
         self._group = asyncio.TaskGroup()
@@ -213,12 +220,39 @@ class MemoryNetwork:
             if {call.client, call.server} == {a, b}:
                 call.lose(f"{a} and {b} are cut off from each other")
 
+    def mute(self, a: str, b: str) -> None:
+        """From now on what two peers send each other vanishes without a word, as with a cable pulled or a peer frozen:
+        their streams break when pings stay unanswered, dialling times out, until `heal`."""
+        pair = frozenset((a, b))
+        if pair not in self._mutes:
+            self._mutes.add(pair)
+            calls = [call for call in self._calls.values() if {call.client, call.server} == pair]
+            self._group.create_task(self._starve(pair, calls))
+
+    async def _starve(self, pair: frozenset[str], calls: Sequence[_Call]) -> None:
+        await self.clock.sleep(_UNANSWERED_S)
+        if pair in self._mutes:
+            for call in calls:
+                call.lose(f"{call.client} and {call.server}: no answer to a ping for {_UNANSWERED_S:g} s")
+
+    def muted(self, a: str, b: str) -> bool:
+        """Whether what one sends the other vanishes."""
+        return frozenset((a, b)) in self._mutes
+
+    async def connect(self, local: str, remote: str) -> None:
+        """Raises LinkLost when nothing comes back from there."""
+        if self.muted(local, remote):
+            await self.clock.sleep(CONNECT_TIMEOUT_S)
+            if self.muted(local, remote):
+                raise LinkLost(f"{remote} is not reached: no answer within {CONNECT_TIMEOUT_S:g} s")
+
     def heal(self, a: str | None = None, b: str | None = None) -> None:
-        """Undo one cut; all of them when called without addresses."""
-        if a is None or b is None:
-            self._cuts.clear()
-        else:
-            self._cuts.discard(frozenset((a, b)))
+        """Undo one cut or mute; all of them when called without addresses."""
+        for broken in (self._cuts, self._mutes):
+            if a is None or b is None:
+                broken.clear()
+            else:
+                broken.discard(frozenset((a, b)))
 
     def set_delay(self, a: str, b: str, seconds: float) -> None:
         """One-way delay of each message between two peers, in both directions, from now on."""
@@ -348,6 +382,7 @@ class MemoryTransport:
         cancel: bool,
     ) -> AsyncIterator[_MemoryDuplex[Message, Message]]:
         """Open one call. cancel: its handler ends with it; else the handler is told by its stream (LinkLost)."""
+        await self._net.connect(self._local, address)
         call = _Call(self._net, self._local, address, up, down)
         self._net.start(call, handler)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from meshd.peer.lost import Changes, Roster
 from meshd.proto import meshd_pb2 as pb
@@ -15,7 +16,7 @@ class World:
 
     def __init__(self, *names: str) -> None:
         self.roster, self.now = Roster(), 0.0
-        self.ends = {name: LIFE for name in names}
+        self.ends = dict.fromkeys(names, LIFE)
 
     def look(self, renewing: Sequence[str]) -> Changes:
         self.now += 3.0
@@ -59,7 +60,7 @@ def test_who_is_missing_is_asked_less_and_less_often_and_forgotten_in_the_end() 
     for _ in range(1300):
         world.look("a")
         asked += [world.now for _ in world.roster.due(world.now)]
-    pauses = [later - earlier for earlier, later in zip(asked, asked[1:], strict=False)]
+    pauses = [later - earlier for earlier, later in pairwise(asked)]
     assert pauses[:3] == [12.0, 21.0, 30.0]
     assert set(pauses[2:]) == {30.0}
     assert 3500 < asked[-1] - asked[0] <= 3600
