@@ -123,7 +123,8 @@ class Supply:
         if self.run.spec.model.weights_from == "source":
             await asyncio.to_thread(self._base_from_source, stage, digest)
         else:
-            await self._need(name, digest, lambda: self.directory.donors(stage))
+            # Where a stage has no replica left and the seeds are gone, any other peer may have it.
+            await self._need(name, digest, lambda: self.directory.donors(stage) or self.directory.everyone())
 
     async def prior(self, name: bytes, address: str, rank: int) -> None:
         """Bring a codec prior here from the peer that named it. rank: of the token features. Raises NetworkError."""

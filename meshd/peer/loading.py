@@ -29,6 +29,9 @@ from meshd.transport.base import NotHere
 
 log = logging.getLogger(__name__)
 
+# So many peers are asked, at once, which snapshots they have.
+_MOST_ASKED = 64
+
 
 def choose_device(wanted: str) -> torch.device:
     """`auto`: CUDA where there is one. Raises ResourceError when the named device is not there (C28)."""
@@ -175,21 +178,26 @@ async def _newest_state(supply: Supply, number: int) -> str | None:
 
 
 async def _newer_snapshot(supply: Supply, number: int, tokens: int) -> str | None:
-    """Bring the stage's newest snapshot of more than `tokens` here, if it is not. None: nobody has one."""
-    donors = supply.directory.donors(number)
-    watermarks = await watermarks_at(donors, number, supply.transport, supply.run)
-    here = await asyncio.to_thread(supply.store.names)
-    watermarks |= {w for n, w in snapshots_among(here, supply.run.spec.stop_tokens) if n == number}
-    newest = max(watermarks, default=0)
-    if newest <= max(0, tokens):
-        return None
-    try:
-        await supply.snapshot(number, newest, donors)
-    except NetworkError as error:
-        event(log, "no_snapshot", level=logging.WARNING, stage=number, reason=str(error))
-        return None
-    event(log, "state_from_snapshot", stage=number, tokens=newest)
-    return f"snapshot/{number}/{newest}"
+    """Bring the stage's newest snapshot of more than `tokens` here, if it is not: from whoever has it, seeds, replicas
+    or other peers of the run. None: nobody has one."""
+    run, directory = supply.run, supply.directory
+    donors = list(dict.fromkeys([*directory.donors(number), *directory.everyone()]))[:_MOST_ASKED]
+    answers = await asyncio.gather(*(watermarks_at([it], number, supply.transport, run) for it in donors))
+    here = snapshots_among(await asyncio.to_thread(supply.store.names), run.spec.stop_tokens)
+    found = set().union({mark for stage, mark in here if stage == number}, *answers)
+    for watermark in sorted((mark for mark in found if mark > max(0, tokens)), reverse=True):
+        having = [donor for donor, marks in zip(donors, answers, strict=True) if watermark in marks]
+        try:
+            await supply.snapshot(number, watermark, having)
+        except NetworkError as error:
+            # The one before is better than none.
+            event(
+                log, "no_snapshot", level=logging.WARNING, stage=number, tokens=watermark, reason=str(error)
+            )
+            continue
+        event(log, "state_from_snapshot", stage=number, tokens=watermark)
+        return f"snapshot/{number}/{watermark}"
+    return None
 
 
 def _restore(runtime: StageRuntime, name: str, store: BundleStore) -> None:

@@ -97,6 +97,7 @@ class Onward:
         known |= {peer for peer, _ in self._links}
         self._router.forget(known, self._stage.clock.monotonic())
         self._debts.gone(known)
+        self._lost &= known
         self._stage.metrics.gauge("lost_after_commit", self._debts.lost)
 
     def wake(self) -> None:

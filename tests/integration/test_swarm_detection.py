@@ -65,7 +65,7 @@ async def struck(s: Swarm, fault: str, victim: str) -> None:
     [
         ("killed", 1.0, "is gone"),
         ("frozen", 5.0, "no answer to a ping for 4 s"),
-        ("cut off", 10.0, "no answer to a ping for 4 s"),
+        pytest.param("cut off", 10.0, "no answer to a ping for 4 s", marks=pytest.mark.slow),
     ],
 )
 def test_a_peer_that_goes_is_noticed_in_time_and_named_once(

@@ -103,6 +103,7 @@ def test_a_newcomer_with_an_old_state_counts_only_when_it_is_current(
     assert line["peer"] == "a1"
 
 
+@pytest.mark.slow
 def test_replicas_that_start_together_on_old_states_do_not_wait_for_each_other(
     tiny_model: Path, adapt_text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
