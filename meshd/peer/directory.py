@@ -30,6 +30,7 @@ LIFETIME_S = 30.0
 _UNRENEWED_S = 12.0
 _ANSWER_S = 3.0
 _SAY_AGAIN_S = 300.0
+_MOST_COUNTS = 64
 _KEPT = "the registry shows no renewal of its record, but it answers"
 
 _SERVING = (pb.PEER_STATE_WORKING, pb.PEER_STATE_FINISHED)
@@ -113,8 +114,7 @@ class Directory:
             weight_version=me.weight_version,
             tokens_per_s=me.tokens_per_s,
             expires=self.clock.time() + LIFETIME_S,
-            # A record is at most 10 KB.
-            committed=self.counter.to_proto()[:64],
+            committed=self._counts(),
             claimed=me.claimed,
             capacity_tokens_per_s=me.capacity_tokens_per_s,
             memory_bytes=me.memory_bytes,
@@ -122,6 +122,14 @@ class Directory:
             moving_to=me.moving_to,
             moving_since=me.moving_since,
         )
+
+    def _counts(self) -> list[pb.Count]:
+        """A record is at most 10 KB: of more origins than fit, each renewal shows the next ones."""
+        counts = self.counter.to_proto()
+        if len(counts) <= _MOST_COUNTS:
+            return counts
+        start = self._version * _MOST_COUNTS % len(counts)
+        return (counts + counts)[start : start + _MOST_COUNTS]
 
     async def refresh(self) -> Sequence[pb.Record]:
         """Read the registry anew; ask those themselves whose records it no longer renews."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from meshd.errors import MeshdError, MismatchError, NetworkError, ResourceError
+from meshd.errors import DataError, MeshdError, MismatchError, NetworkError, ResourceError
 from meshd.model.families import load_config
 from meshd.model.stage import StageModel
 from meshd.model.weights import memory_estimate
@@ -134,14 +134,15 @@ async def load_stage(supply: Supply, number: int, device: torch.device) -> Stage
     await supply.base(number)
     if number == 0:
         await supply.data()
-    newest = await _newest_state(supply, number)
+    state = await _newest_state(supply, number)
     model = StageModel(config, resolved.cut, resolved.tied, number)
     base = supply.store.path(f"base/{number}", "weights.safetensors")
     await asyncio.to_thread(with_memory, lambda: model.load(base, device))
     runtime = StageRuntime(run, model, device, features)
-    if newest is not None:
-        state = newest
-        await asyncio.to_thread(with_memory, lambda: _restore(runtime, state, supply.store))
+    tried = set[str]()
+    while state is not None and state not in tried:
+        tried.add(state)
+        state = await _restored(runtime, state, supply, number)
     event(
         log,
         "stage_ready",
@@ -198,6 +199,18 @@ async def _newer_snapshot(supply: Supply, number: int, tokens: int) -> str | Non
         event(log, "state_from_snapshot", stage=number, tokens=watermark)
         return f"snapshot/{number}/{watermark}"
     return None
+
+
+async def _restored(runtime: StageRuntime, name: str, supply: Supply, number: int) -> str | None:
+    """Take over a state. None: done; else the one to take in its place, for what a peer gave may be as its manifest
+    says, and still be none of this stage."""
+    try:
+        await asyncio.to_thread(with_memory, lambda: _restore(runtime, name, supply.store))
+        return None
+    except (DataError, MismatchError) as error:
+        event(log, "state_unusable", level=logging.WARNING, bundle=name, reason=str(error))
+        await asyncio.to_thread(supply.store.delete, name)
+        return await _newer_snapshot(supply, number, 0)
 
 
 def _restore(runtime: StageRuntime, name: str, store: BundleStore) -> None:

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from swarm import SERVING, Swarm, swarm, tiny_spec
 
 from meshd.peer.resolve import BUNDLES
 from meshd.sim.clock import run_virtual
+from meshd.state.stage_state import write_stage
 
 DELAY = 0.3
 
@@ -160,3 +162,29 @@ def test_a_peer_goes_on_whatever_file_a_crash_has_torn(
 
     with caplog.at_level(logging.INFO):
         run_virtual(scenario())
+
+
+@pytest.mark.slow
+def test_a_state_that_is_none_of_the_stage_costs_that_state_and_not_the_peer(
+    tiny_model: Path, adapt_text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is as its manifest says, and newer than all others: the snapshot is taken in its place."""
+    tables = {"snapshot": {"every_tokens": 2 * 128, "evaluate": False}, "pipeline": {"in_flight": 1}}
+    spec = tiny_spec(tiny_model, adapt_text, stop={"steps": 100_000}, **tables)
+
+    async def scenario() -> None:
+        async with swarm(spec, tmp_path) as s:
+            s.delay(DELAY, "seed", "a0", "a1")
+            await s.gathered(["a0"], ["a1"])
+            await s.until(lambda: s.counted("snapshots_kept", "seed") >= 1)
+            await s.kill("a1")
+            other = {"another.weight": torch.zeros(4)}
+            write_stage(s.store("a1"), "live/1", other, None, {"tokens": 10**6, "weight_version": 10**6})
+            s.start("a1")
+            await s.until(lambda: s.peers["a1"].me.state in SERVING)
+            assert 0 < s.version("a1") < 10**6
+            assert "live/1" not in s.store("a1").names()
+
+    with caplog.at_level(logging.INFO):
+        run_virtual(scenario())
+    assert [line for line in said(caplog) if "state_unusable" in line and "live/1" in line]

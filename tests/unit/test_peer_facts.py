@@ -59,6 +59,9 @@ def test_a_joiner_goes_on_without_the_state_that_has_wrong_facts(
         def donors(self, stage: int) -> list[str]:
             return ["a"]
 
+        def everyone(self) -> list[str]:
+            return ["a"]
+
     run = SimpleNamespace(run_id="r", spec=SimpleNamespace(stop_tokens=100))
     parts = cast(list[Any], [run, store, Directory(), Donor(), VirtualClock()])
     supply = Supply(*parts, random.Random(0))
