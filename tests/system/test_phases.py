@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from daemons import Daemon, Launcher, launcher, status, until, write_spec
+from daemons import LONG_S, Daemon, Launcher, launcher, status, until, write_spec
 
 from meshd.swarm.chaos.evidence import read_journal
 
@@ -26,17 +26,18 @@ ORIGIN, REPLICA = "first", "other"
 # kill. All pairs of phase and fault are tried on virtual time (tests/integration/test_swarm_matrix.py).
 STRIKES = [
     ("offered", REPLICA, signal.SIGSTOP),
-    ("half streamed", REPLICA, signal.SIGKILL),
     ("accepted", REPLICA, signal.SIGSTOP),
     ("computing forward", REPLICA, signal.SIGSTOP),
+    ("half streamed", REPLICA, signal.SIGKILL),
+    # While the replica starts again, the origin is at hand.
     ("sent on", ORIGIN, signal.SIGSTOP),
-    ("waiting", ORIGIN, signal.SIGKILL),
-    ("backward half streamed", REPLICA, signal.SIGKILL),
     ("computing backward", ORIGIN, signal.SIGSTOP),
     ("returned", REPLICA, signal.SIGSTOP),
-    ("committed", ORIGIN, signal.SIGKILL),
     ("inner step", REPLICA, signal.SIGSTOP),
+    ("backward half streamed", REPLICA, signal.SIGKILL),
+    ("waiting", ORIGIN, signal.SIGKILL),
     ("gossip half done", REPLICA, signal.SIGKILL),
+    ("committed", ORIGIN, signal.SIGKILL),
     ("snapshot half written", REPLICA, signal.SIGKILL),
 ]
 
@@ -52,11 +53,21 @@ class Swarm:
         self.seed = launch.start("seed", "run", str(spec), "--role", "seed", command=self.command)
         self.link = self.seed.link()
         self.stages = {"first": 0, "fixed": 1, "other": 1}
-        self.peers = {name: self.start(name) for name in self.stages}
+        self.peers: dict[str, Daemon] = {}
+        self.starting: set[str] = set()
+        for name in self.stages:
+            self.start(name)
 
-    def start(self, name: str) -> Daemon:
+    def start(self, name: str) -> None:
+        """It need not work yet when this returns: that takes long, and others can be struck meanwhile."""
         stage = ("--stage", str(self.stages[name]))
-        return self.launch.start(name, "join", self.link, *stage, command=self.command)
+        self.peers[name] = self.launch.start(name, "join", self.link, *stage, command=self.command)
+        self.starting.add(name)
+
+    def working(self, *names: str) -> None:
+        for name in self.starting.intersection(names):
+            self.peers[name].wait_log("stage_ready")
+        self.starting.difference_update(names)
 
     def tokens(self) -> int:
         return status(self.seed).global_tokens
@@ -69,26 +80,23 @@ class Swarm:
         return "\n".join(f"--- {name}:\n{peer.text()[-3000:]}" for name, peer in self.peers.items())
 
     def strike(self, phase: str, name: str, number: signal.Signals) -> None:
+        self.working(ORIGIN, name)
         order, peer = self.orders / name, self.peers[name]
         fresh = self.orders / "fresh"
         fresh.write_text(f"{phase.replace(' ', '-')} {number.name}")
         fresh.rename(order)
-        until(lambda: not order.exists(), f"{name} comes to {phase!r}", more=self.said)
+        until(lambda: not order.exists(), f"{name} comes to {phase!r}", 2 * LONG_S, self.said)
         if number == signal.SIGKILL:
             assert peer.ended() == -signal.SIGKILL
-            self.trains_on_without(name)
-            self.peers[name] = self.start(name)
-            self.peers[name].wait_log("stage_ready")
+            self.start(name)
+            self.working(ORIGIN)
         else:
             until(lambda: psutil.Process(peer.pid).status() == psutil.STATUS_STOPPED, f"{name} is stopped")
             time.sleep(STOPPED_S)
-            self.trains_on_without(name)
+            if name != ORIGIN:
+                self.trains_on()
             peer.signal(signal.SIGCONT)
         self.trains_on()
-
-    def trains_on_without(self, name: str) -> None:
-        if name != ORIGIN:
-            self.trains_on()
 
 
 def test_each_phase_with_real_processes(tmp_path: Path, tiny_model: Path, adapt_text: Path) -> None:
@@ -103,8 +111,7 @@ def test_each_phase_with_real_processes(tmp_path: Path, tiny_model: Path, adapt_
     )
     with launcher(tmp_path) as launch:
         swarm = Swarm(launch, spec)
-        for peer in swarm.peers.values():
-            peer.wait_log("stage_ready")
+        swarm.working(*swarm.stages)
         swarm.trains_on()
         for phase, name, number in STRIKES:
             began = time.monotonic()
@@ -112,6 +119,8 @@ def test_each_phase_with_real_processes(tmp_path: Path, tiny_model: Path, adapt_
             print(
                 f"{phase}: {number.name} of {name}, {time.monotonic() - began:.0f} s, {swarm.tokens()} tokens"
             )
+        assert swarm.tokens() < STEPS * 8 * 32, "there was training to disturb to the last"
+        swarm.working(*swarm.stages)
         (swarm.orders / "slow").unlink()
         for name, peer in swarm.peers.items():
             assert peer.ended() == 0, f"{name}:\n{peer.text()}"
