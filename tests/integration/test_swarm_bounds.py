@@ -48,10 +48,10 @@ def test_c09_behind_a_slow_link_busy_goes_upstream_and_memory_keeps_within_its_b
         adapt_text,
         model={"stages": 3, "cut": [2, 4]},
         data={"microbatch": 8},
-        optim={"inner_batch": 8},
+        optim={"inner_batch": 8, "max_lag": 1000},
         stop={"steps": 1000},
         snapshot={"evaluate": False},
-        pipeline={"in_flight": 48, "store_mb": 1},
+        pipeline={"in_flight": 24, "store_mb": 1},
         wire={"forward": "dense32", "backward": "int8"},
     )
 
@@ -63,7 +63,7 @@ def test_c09_behind_a_slow_link_busy_goes_upstream_and_memory_keeps_within_its_b
             await s.gathered(["a"], ["b"], ["c"])
             await s.until(lambda: s.counted("offers_busy", "b") > 0)
             b, most = s.peers["b"], 0
-            for _ in range(6):
+            for _ in range(4):
                 await s.clock.sleep(2.0)
                 held = holdings([b, s.running["b"]], [s, s.network, s.registry, s.tasks, s.clock])
                 most = max(most, held["Frame.payload bytes"])
@@ -73,11 +73,11 @@ def test_c09_behind_a_slow_link_busy_goes_upstream_and_memory_keeps_within_its_b
                 assert metrics.value("downstream_queued_bytes") <= 8 << 20
             # Whole microbatches: the last that fits, and the output of each that is held.
             assert budget / 2 < most <= 2 * budget
-            assert budget // payload < 48 - 8, "there was more to hold than fits"
+            assert budget // payload < 24 - 8, "there was more to hold than fits"
             assert s.counted("microbatches_added", "b") > 0
             assert s.counted("dropped_failed") == 0
             assert s.account("a").dropped == 0, "nothing is given up for want of room"
-            assert s.peers["a"].metrics.value("waiting_bytes") <= 48 * payload
+            assert s.peers["a"].metrics.value("waiting_bytes") <= 24 * payload
 
     run_virtual(scenario())
 
@@ -159,6 +159,8 @@ def test_c29_a_full_disk_is_in_the_status_and_training_goes_on(
             s.delay(0.5, "seed", "a0", "a1")
             await s.gathered(["a0"], ["a1"])
             await s.until(lambda: s.counted("snapshots_kept", "seed") > 0)
+            # The last stage of an evaluation is at work, too, before anything is trained on (C15).
+            assert s.counted("evaluations_scored", "a1") > 0
             disk.full = True
             await s.until(
                 lambda: s.counted("snapshots_failed", "a0") > 1 and s.counted("journal_behind", "a0")
