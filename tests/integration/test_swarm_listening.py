@@ -138,3 +138,37 @@ def test_replicas_that_start_together_on_old_states_do_not_wait_for_each_other(
     with caplog.at_level(logging.INFO):
         run_virtual(main())
     assert not said(caplog, "not_caught_up")
+
+
+@pytest.mark.slow
+def test_who_leaves_and_comes_back_is_the_same_and_goes_on_where_it_was(
+    tiny_model: Path, adapt_text: Path, tmp_path: Path
+) -> None:
+    """Its stage, its place in its data and its books; its weights are the others' of now."""
+    spec = spec_for(tiny_model, adapt_text, 1000)
+
+    async def main() -> None:
+        async with swarm(spec, tmp_path) as s:
+            s.delay(SLOW, "a0", "b0", "a1")
+            await s.gathered(["a0", "b0"], ["a1"])
+            await s.until(lambda: s.account("b0").committed >= 3)
+            s.peers["b0"].leave()
+            await s.finished("b0")
+            left, version = s.account("b0"), s.version("b0")
+            await s.until(lambda: s.version("a0") >= version + 3)
+            s.start("b0")
+            await s.until(lambda: s.peers["b0"].me.state == pb.PEER_STATE_WORKING)
+            assert s.peers["b0"].me.stage == 0
+            assert s.peers["b0"].me.weight_version >= version + 3
+            assert s.counted("gossip_followed", "b0") == 1
+            await s.until(lambda: s.account("b0").committed >= left.committed + 3)
+            s.peers["b0"].leave()
+            await s.finished("b0")
+            account = s.account("b0")
+            assert account.holds
+            assert not account.open
+            assert not left.items & account.items, "data was committed twice"
+            items = set(left.items | account.items)
+            assert items == set(range(len(items))), "data was left out"
+
+    run_virtual(main())
