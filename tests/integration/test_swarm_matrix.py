@@ -262,6 +262,22 @@ def whole_model(s: Swarm) -> Any:
     return model
 
 
+# Those that a microbatch itself goes through between its origin and the last stage.
+OF_MICROBATCHES = [
+    phase for phase in Phase if phase not in (Phase.COMMITTED, Phase.STEP, Phase.GOSSIP, Phase.SNAPSHOT)
+]
+
+
+def check_phases(phases: Phases) -> None:
+    """While nothing was disturbed, every microbatch went through every phase once."""
+    met: dict[object, Counter[Phase]] = defaultdict(Counter)
+    for (phase, of), times in phases.met.items():
+        if phase in OF_MICROBATCHES:
+            met[of][phase] += times
+    assert met
+    assert all(one == Counter(OF_MICROBATCHES) for one in met.values())
+
+
 def run_pairs(pairs: Sequence[tuple[Phase, Fault]], spec: RunSpec, root: Path, monkeypatch: Any) -> None:
     """One swarm, and these faults one after the other."""
     added = Additions(monkeypatch)
@@ -277,6 +293,7 @@ def run_pairs(pairs: Sequence[tuple[Phase, Fault]], spec: RunSpec, root: Path, m
             await used(s, books)
             pause(s)
             before = await level(s)
+            check_phases(phases)
             resume(s)
             for phase, fault in pairs:
                 await strike(s, phases, books, phase, fault)
