@@ -1,6 +1,6 @@
 """Chaos on real processes: a local swarm whose peers are killed, frozen and restarted while it trains.
 
-    scripts/chaos                            # 6 peers, a fault every 45 s for 8 minutes, then 3 undisturbed runs
+    scripts/chaos                            # 6 peers and a seed, a fault every 45 s for 8 minutes, then 3 undisturbed runs
     scripts/chaos --duration 75 --period 20 --replicas 1,1,1 --undisturbed 1 --out /tmp/chaos.json
 
 A fault is a kill (SIGKILL to the daemon and its p2pd, started again after 0 to 15 s), a freeze (SIGSTOP to both for 3
@@ -44,7 +44,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--period", type=float, default=45.0, help="seconds from fault to fault (45)")
     parser.add_argument("--seed", type=int, default=1, help="of the schedule of faults (1)")
     parser.add_argument("--undisturbed", type=int, default=3, metavar="N", help="runs to compare with (3)")
-    parser.add_argument("--replicas", default="2,2,1", help="peers of each stage, besides the seed (2,2,1)")
+    parser.add_argument("--replicas", default="2,2,2", help="peers of each stage, besides the seed (2,2,2)")
     parser.add_argument(
         "--spec",
         type=Path,
