@@ -6,6 +6,8 @@ Ids are packed without gaps, `bits` = ceil(log2 vocabulary) each, masks with one
 
 from __future__ import annotations
 
+import struct
+import zlib
 from dataclasses import dataclass
 
 import torch
@@ -60,7 +62,7 @@ class Microbatch:
         if ids.numel() and (ids.min() < 0 or ids.max() >= vocabulary):
             raise ValueError(f"token ids {ids.min()} to {ids.max()} do not fit a vocabulary of {vocabulary}")
         starts = self.document_starts
-        return pb.Batch(
+        batch = pb.Batch(
             rows=ids.shape[0],
             columns=ids.shape[1] - 1,
             bits=id_bits(vocabulary),
@@ -70,6 +72,8 @@ class Microbatch:
             label_tokens=self.label_tokens,
             seed=seed,
         )
+        batch.checksum = checksum_of(batch)
+        return batch
 
     @classmethod
     def from_proto(cls, batch: pb.Batch, *, vocabulary: int, rows: int, columns: int) -> Microbatch:
@@ -105,6 +109,9 @@ class Microbatch:
             if batch.document_starts
             else None
         )
+        if batch.checksum != checksum_of(batch):
+            # Other ids than the sender's would train a stage on other data, and predict another hidden state.
+            raise _mismatch("checksum", f"{batch.checksum:08x}", f"{checksum_of(batch):08x}: damaged on the way")
         return cls(
             tokens=ids,
             label_mask=mask,
@@ -115,6 +122,15 @@ class Microbatch:
 def id_bits(vocabulary: int) -> int:
     """Bits per token id: ceil(log2 vocabulary), at least 1."""
     return max(1, (vocabulary - 1).bit_length())
+
+
+def checksum_of(batch: pb.Batch) -> int:
+    """What its field `checksum` must hold."""
+    numbers = (batch.rows, batch.columns, batch.bits, batch.label_tokens, batch.seed)
+    start = zlib.crc32(struct.pack("<5Q", *numbers))
+    for data in (batch.ids, batch.label_mask, batch.document_starts):
+        start = zlib.crc32(data, start)
+    return start
 
 
 def _packed(values: torch.Tensor, bits: int) -> bytes:

@@ -22,19 +22,22 @@ log = logging.getLogger(__name__)
 _RETRIES, _RETRY_S = 5, 0.2
 # One that failed is left alone for about as long as the record of a peer that died may live: one line per loss (C10).
 _ASIDE_S = 30.0
+# So many times due in a row without an exchange, a replica opens one with whomever there is.
+_OVERDUE = 3
 # What a replica may say that it has taken: as many as a manifest may count.
 _MOST_STEPS = (1 << 63) - 1
 
 
 def choose_partner(
-    me: str, replicas: Sequence[Replica], aside: Collection[str], rng: random.Random
+    me: str, replicas: Sequence[Replica], aside: Collection[str], overdue: bool, rng: random.Random
 ) -> Replica | None:
     """A random replica of the own stage that this peer may open an exchange with. Pure.
 
     Of any two replicas only the one with the smaller peer id opens: so two never open exchanges with each other at
-    the same moment, each refusing the other because it is busy with its own.
+    the same moment, each refusing the other because it is busy with its own. Who is overdue opens with any: those with
+    smaller ids may have no work, and then they never do.
     """
-    able = [r for r in replicas if r.peer_id > me and r.peer_id not in aside]
+    able = [r for r in replicas if (overdue or r.peer_id > me) and r.peer_id not in aside]
     return rng.choice(able) if able else None
 
 
@@ -48,6 +51,7 @@ class Gossip:
         self._aside: dict[str, float] = {}
         self._due = asyncio.Event()
         self._steps = 0
+        self._missed = 0  # times that an exchange was due since the last one
 
     def stepped(self) -> None:
         """The stage has taken an inner step."""
@@ -61,11 +65,15 @@ class Gossip:
             await self._due.wait()
             self._due.clear()
             self._steps = 0
+            self._missed += 1
             for _ in range(_RETRIES):
                 now = self._stage.clock.monotonic()
                 self._aside = {peer: until for peer, until in self._aside.items() if until > now}
                 replicas = self._stage.around.replicas(self._own_stage)
-                partner = choose_partner(self._stage.peer_id, replicas, self._aside, self._stage.rng)
+                overdue = self._missed > _OVERDUE
+                partner = choose_partner(
+                    self._stage.peer_id, replicas, self._aside, overdue, self._stage.rng
+                )
                 if partner is None:
                     break
                 if not self._busy and await self.exchange_with(partner):
@@ -188,6 +196,7 @@ class Gossip:
 
     def _done(self, partner: str, report: ExchangeReport, stepped: int) -> None:
         """stepped: additions that were in the weights before the exchange."""
+        self._missed = 0
         self._stage.runtime.keeping.keep(stepped)
         self._traded(report)
         self._stage.metrics.count("gossip_exchanges")

@@ -27,14 +27,13 @@ class _Replica:
     in_flight: int = 0
     service_s: float | None = None  # from sending to result, divided by what was in flight
     seen_at: float = 0.0  # when that was measured last
+    busy_until: float = 0.0
+    failures: int = 0
+    failed_until: float = 0.0
 
     def stale(self, now: float) -> bool:
         """Whether its pace is as good as unknown. Not while it is being tried."""
         return self.in_flight == 0 and now - self.seen_at > _PACE_S
-
-    busy_until: float = 0.0
-    failures: int = 0
-    failed_until: float = 0.0
 
 
 class Router:

@@ -297,7 +297,7 @@ class TensorHeader(_message.Message):
     def __init__(self, codec: _Optional[str] = ..., prior: _Optional[bytes] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., payload_bytes: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Batch(_message.Message):
-    __slots__ = ("rows", "columns", "bits", "ids", "label_mask", "document_starts", "label_tokens", "seed")
+    __slots__ = ("rows", "columns", "bits", "ids", "label_mask", "document_starts", "label_tokens", "seed", "checksum")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     COLUMNS_FIELD_NUMBER: _ClassVar[int]
     BITS_FIELD_NUMBER: _ClassVar[int]
@@ -306,6 +306,7 @@ class Batch(_message.Message):
     DOCUMENT_STARTS_FIELD_NUMBER: _ClassVar[int]
     LABEL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     rows: int
     columns: int
     bits: int
@@ -314,7 +315,8 @@ class Batch(_message.Message):
     document_starts: bytes
     label_tokens: int
     seed: int
-    def __init__(self, rows: _Optional[int] = ..., columns: _Optional[int] = ..., bits: _Optional[int] = ..., ids: _Optional[bytes] = ..., label_mask: _Optional[bytes] = ..., document_starts: _Optional[bytes] = ..., label_tokens: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
+    checksum: int
+    def __init__(self, rows: _Optional[int] = ..., columns: _Optional[int] = ..., bits: _Optional[int] = ..., ids: _Optional[bytes] = ..., label_mask: _Optional[bytes] = ..., document_starts: _Optional[bytes] = ..., label_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Offer(_message.Message):
     __slots__ = ("id", "hop", "batch", "hidden", "committed", "evaluate")

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshd.data.microbatch import Microbatch, id_bits
+from meshd.data.microbatch import Microbatch, checksum_of, id_bits
 from meshd.errors import MismatchError
 from meshd.proto import meshd_pb2 as pb
 
@@ -93,6 +93,8 @@ def _set(field: str, value: object) -> Callable[[pb.Batch], None]:
         ("document_starts", _set("document_starts", b"\x80\x80")),
         ("label_tokens", _set("label_tokens", 0)),
         ("label_tokens", _set("label_tokens", 11)),
+        ("checksum", _set("seed", 1)),
+        ("checksum", _set("checksum", 0)),
     ],
 )
 def test_a_message_that_does_not_fit_is_refused_by_field(
@@ -103,6 +105,19 @@ def test_a_message_that_does_not_fit_is_refused_by_field(
     spoil(message)
     with pytest.raises(MismatchError, match=field):
         Microbatch.from_proto(message, vocabulary=10, rows=2, columns=5)
+
+
+def test_one_flipped_bit_anywhere_is_refused() -> None:
+    """Of the ids above all: they would be other data, as valid as these."""
+    message = make(2, 5, 16, 1, separate=True).to_proto(16, 7)
+    for field in ("ids", "label_mask", "document_starts"):
+        for bit in range(8 * len(getattr(message, field))):
+            spoilt = pb.Batch.FromString(message.SerializeToString())
+            data = bytearray(getattr(spoilt, field))
+            data[bit // 8] ^= 1 << bit % 8
+            setattr(spoilt, field, bytes(data))
+            with pytest.raises(MismatchError):
+                Microbatch.from_proto(spoilt, vocabulary=16, rows=2, columns=5)
 
 
 def test_no_labels_at_all_is_refused() -> None:
@@ -148,6 +163,7 @@ def test_any_message_is_read_or_refused(
         document_starts=starts,
         label_tokens=count,
     )
+    message.checksum = checksum_of(message)
     try:
         batch = Microbatch.from_proto(message, vocabulary=10, rows=2, columns=5)
     except MismatchError:

@@ -85,9 +85,11 @@ def test_of_two_replicas_only_one_opens() -> None:
     """So two never refuse each other because each is busy with its own exchange."""
     replicas = [Replica(name, name, f"{name}:1") for name in "abcd"]
     rng = random.Random(0)
-    assert choose_partner("d", replicas, (), rng) is None
-    assert {choose_partner("b", replicas, (), rng).peer_id for _ in range(50)} == {"c", "d"}  # type: ignore[union-attr]
-    assert choose_partner("b", replicas, {"c", "d"}, rng) is None
+    assert choose_partner("d", replicas, (), False, rng) is None
+    assert {choose_partner("b", replicas, (), False, rng).peer_id for _ in range(50)} == {"c", "d"}  # type: ignore[union-attr]
+    assert choose_partner("b", replicas, {"c", "d"}, False, rng) is None
+    others = replicas[:3]
+    assert {choose_partner("d", others, {"b"}, True, rng).peer_id for _ in range(50)} == {"a", "c"}  # type: ignore[union-attr]
 
 
 # ---- whole peers ------------------------------------------------------------------------------------
@@ -181,6 +183,27 @@ def virtual(main: Callable[[], Awaitable[None]]) -> None:
         await main()
 
     run_virtual(run())
+
+
+def test_a_replica_whose_partner_takes_no_steps_opens_in_the_end() -> None:
+    """The one with the smaller id has no work, so that it never opens; what the other learns would stay with it."""
+
+    async def main() -> None:
+        async with peers("ab") as (_, (a, b)), asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(peer.gossip_service.run()) for peer in (a, b)]
+            due = 0
+            while not b.counted("gossip_exchanges"):
+                due += 1
+                assert due < 10
+                for _ in range(b.stage.runtime.run.spec.gossip.every):
+                    b.gossip_service.stepped()
+                await b.clock.sleep(5.0)
+            assert due > 1  # it waits for the other first
+            assert a.counted("gossip_exchanges") == 1
+            for task in running:
+                task.cancel()
+
+    virtual(main)
 
 
 @pytest.mark.usefixtures("small_segments")
