@@ -111,7 +111,9 @@ class Microbatch:
         )
         if batch.checksum != checksum_of(batch):
             # Other ids than the sender's would train a stage on other data, and predict another hidden state.
-            raise _mismatch("checksum", f"{batch.checksum:08x}", f"{checksum_of(batch):08x}: damaged on the way")
+            raise _mismatch(
+                "checksum", f"{batch.checksum:08x}", f"{checksum_of(batch):08x}: damaged on the way"
+            )
         return cls(
             tokens=ids,
             label_mask=mask,

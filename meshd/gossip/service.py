@@ -71,9 +71,7 @@ class Gossip:
                 self._aside = {peer: until for peer, until in self._aside.items() if until > now}
                 replicas = self._stage.around.replicas(self._own_stage)
                 overdue = self._missed > _OVERDUE
-                partner = choose_partner(
-                    self._stage.peer_id, replicas, self._aside, overdue, self._stage.rng
-                )
+                partner = choose_partner(self._stage.peer_id, replicas, self._aside, overdue, self._stage.rng)
                 if partner is None:
                     break
                 if not self._busy and await self.exchange_with(partner):

@@ -1,6 +1,6 @@
 """Chaos on real processes: a local swarm whose peers are killed, frozen and restarted while it trains.
 
-    scripts/chaos                            # 6 peers and a seed, a fault every 45 s for 8 minutes, then 3 undisturbed runs
+    scripts/chaos                            # 6 peers and a seed, a fault every 45 s for 8 min, then 3 undisturbed runs
     scripts/chaos --duration 75 --period 20 --replicas 1,1,1 --undisturbed 1 --out /tmp/chaos.json
 
 A fault is a kill (SIGKILL to the daemon and its p2pd, started again after 0 to 15 s), a freeze (SIGSTOP to both for 3
