@@ -23,6 +23,8 @@ from meshd.proto import meshd_pb2 as pb
 from meshd.transport.base import CHUNK_BYTES, Duplex, LinkLost
 
 SEGMENT_BYTES = 4 << 20
+MOST_STEPS = (1 << 63) - 1
+"""In a replica's weights: as many as a manifest can count."""
 
 T = TypeVar("T")
 
@@ -41,11 +43,16 @@ class ExchangeReport:
 
 
 def check_open(mine: pb.GossipOpen, theirs: pb.GossipOpen) -> None:
-    """Two replicas can only exchange when everything about their values is equal. Raises MismatchError."""
+    """Two replicas can only exchange when everything about their values is equal. Raises MismatchError, also for a
+    number of steps that cannot be."""
     for name in ("run_id", "protocol", "stage", "values", "segment_bytes", "payload_bytes", "exchange"):
         expected, found = getattr(mine, name), getattr(theirs, name)
         if expected != found:
             raise MismatchError(f"gossip {name}: {str(found)[:80]!r} where {expected!r} was expected")
+    if theirs.weight_version > MOST_STEPS:
+        raise MismatchError(
+            f"gossip weight_version: {theirs.weight_version}; at most {MOST_STEPS} can be counted"
+        )
 
 
 class Exchange:
@@ -105,9 +112,11 @@ class Exchange:
         while len(buffer) < size:
             chunk = (await self.next("chunk")).chunk
             at = start * VALUE_BYTES + len(buffer)
-            if chunk.offset != at or not 0 < len(chunk.data) <= min(CHUNK_BYTES, size - len(buffer)):
+            # Whole chunks only: one that sent a byte at a time would keep this replica busy for as long as it liked.
+            expected = min(CHUNK_BYTES, size - len(buffer))
+            if chunk.offset != at or len(chunk.data) != expected:
                 raise MismatchError(
-                    f"a chunk of {len(chunk.data)} bytes at {chunk.offset} where {at} comes next"
+                    f"a chunk of {len(chunk.data)} bytes at {chunk.offset} where {expected} bytes at {at} come next"
                 )
             buffer += chunk.data
         theirs = torch.frombuffer(buffer, dtype=torch.bfloat16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from meshd import PROTOCOL_VERSION
 from meshd.errors import MeshdError, MismatchError, ResourceError
@@ -24,8 +24,6 @@ _RETRIES, _RETRY_S = 5, 0.2
 _ASIDE_S = 30.0
 # So many times due in a row without an exchange, a replica opens one with whomever there is.
 _OVERDUE = 3
-# What a replica may say that it has taken: as many as a manifest may count.
-_MOST_STEPS = (1 << 63) - 1
 
 
 def choose_partner(
@@ -107,18 +105,16 @@ class Gossip:
         self._done(partner.name, report, stepped)
         return True
 
-    async def follow(self, partner: Replica) -> ExchangeReport:
+    async def follow(self, partner: Replica, met: Callable[[], None]) -> ExchangeReport:
         """Take over a working replica's values, which does not move. For a peer that takes no steps and does not serve
-        exchanges yet.
+        exchanges yet. met: told when the replica has answered.
 
         Raises ExchangeRefused when the replica is busy, another MeshdError when it fails; what was taken over by then
         stays.
         """
         opening = self._opening(self._stage.rng.getrandbits(64))
         opening.listening = True
-        theirs, report = await self._open(partner, opening, 1.0)
-        if theirs.weight_version > _MOST_STEPS:
-            raise MismatchError(f"weights of {theirs.weight_version} steps")
+        theirs, report = await self._open(partner, opening, 1.0, met)
         # The steps in these values are the replica's; the optimizer's moments are this peer's own.
         self._stage.runtime.version = max(self._stage.runtime.version, theirs.weight_version)
         self._traded(report)
@@ -126,7 +122,7 @@ class Gossip:
         return report
 
     async def _open(
-        self, partner: Replica, opening: pb.GossipOpen, share: float
+        self, partner: Replica, opening: pb.GossipOpen, share: float, met: Callable[[], None] = lambda: None
     ) -> tuple[pb.GossipOpen, ExchangeReport]:
         async with self._stage.transport.gossip(partner.address) as duplex:
             await duplex.send(pb.GossipMessage(open=opening))
@@ -134,6 +130,7 @@ class Gossip:
             exchange = Exchange(duplex, messages, self._flat, self._stage.worker, self._spec.timeout_s)
             reply = await exchange.next("open")
             check_open(opening, reply.open)
+            met()
             self._stage.counter.merge(reply.open.committed)
             return reply.open, await exchange.run(share)
 

@@ -205,6 +205,8 @@ class Supply:
 
 
 def _check_state(manifest: Manifest) -> None:
-    """Raises MismatchError when a state does not say of which step and how many tokens it is."""
+    """Raises MismatchError when a state has no weights, or does not say of which step and how many tokens it is."""
+    if manifest.file(WEIGHTS) is None:
+        raise MismatchError(f"bundle {manifest.bundle} has no {WEIGHTS}")
     manifest.count("tokens")
     manifest.count("weight_version")

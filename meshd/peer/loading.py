@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing
 from pathlib import Path
 
 import psutil
@@ -17,7 +19,7 @@ from meshd.model.weights import memory_estimate
 from meshd.observe.log import event
 from meshd.peer.cgroup import cgroup_room
 from meshd.peer.join import Supply
-from meshd.peer.snapshots import watermarks_at
+from meshd.peer.snapshots import next_watermark, watermarks_at
 from meshd.pipeline import heap
 from meshd.pipeline.crossing import needs_priors
 from meshd.pipeline.exhaustion import with_memory
@@ -31,6 +33,8 @@ log = logging.getLogger(__name__)
 
 # So many peers are asked, at once, which snapshots they have.
 _MOST_ASKED = 64
+# So many of the newest that they name are fetched until one can be used.
+_MOST_TRIED = 8
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -97,15 +101,17 @@ def held_before(store: BundleStore, stages: int) -> int | None:
     return max(held, key=lambda stage: held[stage], default=None)
 
 
-def put_away(store: BundleStore, held: int, stages: int, base: bool) -> None:
+def put_away(store: BundleStore, held: int, served: Collection[bool], base: bool) -> None:
     """Delete what this peer has of stages that it does not hold (any more), so that its disk holds one stage however
-    often it moves. The newest snapshot of each stays: it may be the last there is. base: also the base weights."""
-    for stage in range(stages):
+    often it moves. The newest snapshot of each stays, and the state of a stage that is not `served` (by stage) by
+    anybody: they may be the last there is. base: also the base weights."""
+    for stage, others in enumerate(served):
         if stage == held:
             continue
         store.prune(f"part/{stage}", 0)
         store.prune(f"snapshot/{stage}", 1)
-        store.delete(f"live/{stage}")
+        if others:
+            store.delete(f"live/{stage}")
         if base:
             store.delete(f"base/{stage}")
 
@@ -134,15 +140,14 @@ async def load_stage(supply: Supply, number: int, device: torch.device) -> Stage
     await supply.base(number)
     if number == 0:
         await supply.data()
-    state = await _newest_state(supply, number)
     model = StageModel(config, resolved.cut, resolved.tied, number)
     base = supply.store.path(f"base/{number}", "weights.safetensors")
     await asyncio.to_thread(with_memory, lambda: model.load(base, device))
     runtime = StageRuntime(run, model, device, features)
-    tried = set[str]()
-    while state is not None and state not in tried:
-        tried.add(state)
-        state = await _restored(runtime, state, supply, number)
+    async with aclosing(_states(supply, number)) as states:
+        async for state in states:
+            if await _restored(runtime, state, supply.store):
+                break
     event(
         log,
         "stage_ready",
@@ -154,10 +159,10 @@ async def load_stage(supply: Supply, number: int, device: torch.device) -> Stage
     return runtime
 
 
-async def _newest_state(supply: Supply, number: int) -> str | None:
-    """Bring the newest state of the stage here and return its bundle's name; None: there is only the base model.
+async def _states(supply: Supply, number: int) -> AsyncGenerator[str, None]:
+    """Bring states of the stage here, best first, and yield their bundles' names, for as long as they are asked for.
 
-    That is a working replica's, else this peer's own or the newest snapshot, whichever is of more tokens.
+    That is a working replica's; then this peer's own and the snapshots that anybody has, those of most tokens first.
     """
     name, store = f"live/{number}", supply.store
     version = tokens = -1
@@ -171,52 +176,72 @@ async def _newest_state(supply: Supply, number: int) -> str | None:
     if peers:
         try:
             await supply.live(number, [p.address for p in peers])
-            return name
+            yield name
+            version = -1  # it has taken the place of this peer's own
         except NetworkError as error:
             event(log, "no_live_state", level=logging.WARNING, stage=number, reason=str(error))
-    snapshot = await _newer_snapshot(supply, number, tokens)
-    return snapshot or (name if version >= 0 else None)
+    snapshots = await _snapshots(supply, number)
+    newer = [mark for mark in snapshots if version < 0 or mark > tokens]
+    for watermark in newer:
+        if await _fetched(supply, number, watermark, snapshots[watermark]):
+            yield f"snapshot/{number}/{watermark}"
+    if version >= 0:
+        yield name
+    for watermark in list(snapshots)[len(newer) :]:
+        if await _fetched(supply, number, watermark, snapshots[watermark]):
+            yield f"snapshot/{number}/{watermark}"
 
 
-async def _newer_snapshot(supply: Supply, number: int, tokens: int) -> str | None:
-    """Bring the stage's newest snapshot of more than `tokens` here, if it is not: from whoever has it, seeds, replicas
-    or other peers of the run. None: nobody has one."""
+async def _snapshots(supply: Supply, number: int) -> dict[int, list[str]]:
+    """Watermarks of the stage's snapshots that seeds, replicas, other peers of the run or this one have, newest first,
+    and who has them. Of those that are not here only the newest few: anybody may name any."""
     run, directory = supply.run, supply.directory
     donors = list(dict.fromkeys([*directory.donors(number), *directory.everyone()]))[:_MOST_ASKED]
     answers = await asyncio.gather(*(watermarks_at([it], number, supply.transport, run) for it in donors))
-    here = snapshots_among(await asyncio.to_thread(supply.store.names), run.spec.stop_tokens)
-    found = set().union({mark for stage, mark in here if stage == number}, *answers)
-    for watermark in sorted((mark for mark in found if mark > max(0, tokens)), reverse=True):
-        having = [donor for donor, marks in zip(donors, answers, strict=True) if watermark in marks]
-        try:
-            await supply.snapshot(number, watermark, having)
-        except NetworkError as error:
-            # The one before is better than none.
-            event(
-                log, "no_snapshot", level=logging.WARNING, stage=number, tokens=watermark, reason=str(error)
-            )
-            continue
-        event(log, "state_from_snapshot", stage=number, tokens=watermark)
-        return f"snapshot/{number}/{watermark}"
-    return None
+    every, stop = run.spec.snapshot.every_tokens, run.spec.stop_tokens
+    here = {
+        mark
+        for stage, mark in snapshots_among(await asyncio.to_thread(supply.store.names), stop)
+        if stage == number
+    }
+    possible = {
+        mark for mark in set().union(*answers) - here if next_watermark(mark - 1, every, stop) == mark
+    }
+    found = here | set(sorted(possible, reverse=True)[:_MOST_TRIED])
+    return {
+        mark: [donor for donor, marks in zip(donors, answers, strict=True) if mark in marks]
+        for mark in sorted(found - {0}, reverse=True)
+    }
 
 
-async def _restored(runtime: StageRuntime, name: str, supply: Supply, number: int) -> str | None:
-    """Take over a state. None: done; else the one to take in its place, for what a peer gave may be as its manifest
-    says, and still be none of this stage."""
+async def _fetched(supply: Supply, number: int, watermark: int, donors: list[str]) -> bool:
     try:
-        await asyncio.to_thread(with_memory, lambda: _restore(runtime, name, supply.store))
-        return None
-    except (DataError, MismatchError) as error:
+        await supply.snapshot(number, watermark, donors)
+    except NetworkError as error:
+        event(log, "no_snapshot", level=logging.WARNING, stage=number, tokens=watermark, reason=str(error))
+        return False
+    event(log, "state_from_snapshot", stage=number, tokens=watermark)
+    return True
+
+
+async def _restored(runtime: StageRuntime, name: str, store: BundleStore) -> bool:
+    """Take over a state. False: it is as its manifest says, and still none of this stage; then it is deleted."""
+    try:
+        await asyncio.to_thread(with_memory, lambda: _restore(runtime, name, store))
+    except (DataError, MismatchError, NotHere) as error:
         event(log, "state_unusable", level=logging.WARNING, bundle=name, reason=str(error))
-        await asyncio.to_thread(supply.store.delete, name)
-        return await _newer_snapshot(supply, number, 0)
+        await asyncio.to_thread(store.delete, name)
+        return False
+    return True
 
 
 def _restore(runtime: StageRuntime, name: str, store: BundleStore) -> None:
+    version = store.manifest(name).count("weight_version")
     runtime.adopt(read_params(store, name))
-    runtime.version = store.manifest(name).count("weight_version")
+    runtime.version = version
     try:
         runtime.optimizer.restore(read_optimizer(store, name))
     except NotHere:
         return  # a snapshot has none: its moments begin anew
+    except (DataError, MismatchError) as error:
+        event(log, "moments_unusable", level=logging.WARNING, bundle=name, reason=str(error))

@@ -68,13 +68,13 @@ def model_of(
 async def watermarks_at(
     donors: Sequence[str], stage: int, transport: Transport, run: ResolvedRun
 ) -> set[int]:
-    """Watermarks of the stage's snapshots that these addresses have; those that do not answer have none."""
+    """Watermarks of the stage's snapshots that these addresses have; those that do not answer, or refuse, have none."""
     found = set[int]()
     for address in donors:
         try:
             reply = await transport.list_bundles(address, pb.ListRequest(run_id=run.run_id))
-        except NetworkError:
-            continue  # it is leaving, or gone: its streams say so elsewhere
+        except MeshdError:
+            continue  # it is leaving, or gone, or serves another run by now: its streams say so elsewhere
         offered = snapshots_among(reply.bundles, run.spec.stop_tokens)
         found.update(watermark for number, watermark in offered if number == stage)
     return found

@@ -134,7 +134,8 @@ class StagePeer:
         self._runtime = await load_stage(self._supply, me.stage, self._device)
         # Whoever made the run is asked for the base weights of all stages.
         base = self._run.operator != me.peer_id
-        await asyncio.to_thread(put_away, self._supply.store, me.stage, self._run.stages, base)
+        served = [bool(self._directory.stage_peers(stage)) for stage in range(self._run.stages)]
+        await asyncio.to_thread(put_away, self._supply.store, me.stage, served, base)
 
     @property
     def runtime(self) -> StageRuntime:
@@ -301,7 +302,7 @@ class StagePeer:
         stream = TokenStream(
             data, spec.data.microbatch, stream_seed(self._run.run_id, self._directory.me.peer_id)
         )
-        journal = self._closing.enter_context(Journal(self._parts.folder / "journal"))
+        journal = self._closing.enter_context(Journal(self._parts.folder / "journal", self._clock.monotonic))
         ledger = journal.ledger
         stream.restore({**stream.state(), "next": ledger.next_item, "given_back": ledger.returned})
         self._injector = injector = Injector(pipeline, stream, journal)
@@ -396,7 +397,7 @@ class StagePeer:
 
     def _close_books(self) -> None:
         """Of an origin that goes: what it had to leave in flight will not come back."""
-        with Journal(self._parts.folder / "journal") as journal:
+        with Journal(self._parts.folder / "journal", self._clock.monotonic) as journal:
             for name, count in vars(journal.ledger.balance()).items():
                 self._parts.metrics.gauge(f"ledger_{name}", count)
 

@@ -101,11 +101,18 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of a safetensors file, mapped: pages come from the disk when they are touched.
 
     Writing to a tensor changes this process's copy only. The tensors stay valid when the file is deleted. Raises
-    DataError when it is not a safetensors file.
+    DataError when it is not a safetensors file, or has tensors of types that are not used here.
     """
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            names = list(file.keys())
+            strange = {file.get_slice(name).get_dtype() for name in names} - set(_CODES.values())
+            if strange:
+                # Of other peers' making: few operations know types such as F8_E4M3.
+                raise DataError(
+                    f"{path} has tensors of types that are not used here: {', '.join(sorted(strange))}"
+                )
+            return {name: file.get_tensor(name) for name in names}
     except SafetensorError as fault:
         raise DataError(f"{path} is no safetensors file that can be used: {fault}") from fault
 

@@ -1,4 +1,4 @@
-"""Payloads in pieces: cut on one side, put together and checked on the other (proto: Chunk, GossipChunk)."""
+"""Payloads in pieces: cut on one side, put together and checked on the other (proto: Chunk)."""
 
 from __future__ import annotations
 
@@ -14,20 +14,9 @@ Payload = bytes | bytearray | memoryview
 
 def split(id: pb.MicrobatchId, hop: int, payload: Payload) -> Iterator[pb.Chunk]:
     """The chunks of the payload of an Offer or Gradient, in order. None for an empty payload."""
-    for offset, data in _pieces(payload):
-        yield pb.Chunk(id=id, hop=hop, offset=offset, data=data)
-
-
-def split_gossip(payload: Payload) -> Iterator[pb.GossipChunk]:
-    """The chunks of one side's values in a gossip exchange, in order."""
-    for offset, data in _pieces(payload):
-        yield pb.GossipChunk(offset=offset, data=data)
-
-
-def _pieces(payload: Payload) -> Iterator[tuple[int, bytes]]:
     view = memoryview(payload).cast("B")
     for offset in range(0, len(view), CHUNK_BYTES):
-        yield offset, bytes(view[offset : offset + CHUNK_BYTES])
+        yield pb.Chunk(id=id, hop=hop, offset=offset, data=bytes(view[offset : offset + CHUNK_BYTES]))
 
 
 class Assembler:
@@ -49,7 +38,7 @@ class Assembler:
         """All announced bytes are here (their checksum is `finish`'s matter)."""
         return len(self._data) == self._size
 
-    def add(self, chunk: pb.Chunk | pb.GossipChunk) -> None:
+    def add(self, chunk: pb.Chunk) -> None:
         """Append the next chunk. Raises MismatchError for a gap, a repetition, or bytes beyond the announced size."""
         size = len(chunk.data)
         if chunk.offset != len(self._data):

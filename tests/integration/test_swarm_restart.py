@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from swarm import SERVING, Swarm, swarm, tiny_spec
 
@@ -165,10 +166,11 @@ def test_a_peer_goes_on_whatever_file_a_crash_has_torn(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("live", ["other tensors", "no weights", "other types"])
 def test_a_state_that_is_none_of_the_stage_costs_that_state_and_not_the_peer(
-    tiny_model: Path, adapt_text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    live: str, tiny_model: Path, adapt_text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is as its manifest says, and newer than all others: the snapshot is taken in its place."""
+    """It is as its manifest says, and newer than all others, and so is a snapshot: the one before is taken instead."""
     tables = {"snapshot": {"every_tokens": 2 * 128, "evaluate": False}, "pipeline": {"in_flight": 1}}
     spec = tiny_spec(tiny_model, adapt_text, stop={"steps": 100_000}, **tables)
 
@@ -178,13 +180,22 @@ def test_a_state_that_is_none_of_the_stage_costs_that_state_and_not_the_peer(
             await s.gathered(["a0"], ["a1"])
             await s.until(lambda: s.counted("snapshots_kept", "seed") >= 1)
             await s.kill("a1")
+            store, facts = s.store("a1"), {"tokens": 10**6, "weight_version": 10**6}
             other = {"another.weight": torch.zeros(4)}
-            write_stage(s.store("a1"), "live/1", other, None, {"tokens": 10**6, "weight_version": 10**6})
+            if live == "other tensors":
+                write_stage(store, "live/1", other, None, facts)
+            elif live == "no weights":
+                store.write("live/1", {"readme": b"nothing"}, facts)
+            else:
+                odd = {"model.norm.weight": torch.zeros(64, dtype=torch.float8_e4m3fn)}
+                store.write("live/1", {"weights.safetensors": safetensors.torch.save(odd)}, facts)
+            write_stage(store, "snapshot/1/204800", other, None, {"tokens": 204800, "weight_version": 800})
             s.start("a1")
             await s.until(lambda: s.peers["a1"].me.state in SERVING)
-            assert 0 < s.version("a1") < 10**6
-            assert "live/1" not in s.store("a1").names()
+            assert 0 < s.version("a1") < 800
+            assert not {"live/1", "snapshot/1/204800"} & set(store.names())
 
     with caplog.at_level(logging.INFO):
         run_virtual(scenario())
-    assert [line for line in said(caplog) if "state_unusable" in line and "live/1" in line]
+    for bundle in ("live/1", "snapshot/1/204800"):
+        assert [line for line in said(caplog) if "state_unusable" in line and bundle in line]

@@ -444,11 +444,12 @@ def test_a_partner_that_has_no_stage_yet_or_is_not_there_is_one_failure() -> Non
     [
         pb.GossipMessage(chunk=pb.GossipChunk(offset=4, data=b"12")),
         pb.GossipMessage(chunk=pb.GossipChunk(offset=0, data=b"")),
+        pb.GossipMessage(chunk=pb.GossipChunk(offset=0, data=bytes(2))),
         pb.GossipMessage(chunk=pb.GossipChunk(offset=0, data=bytes(200))),
         pb.GossipMessage(done=pb.GossipDone(segment=0, checksum=1)),
         pb.GossipMessage(),
     ],
-    ids=["gap", "empty", "too much", "done before the values", "nothing"],
+    ids=["gap", "empty", "a crumb", "too much", "done before the values", "nothing"],
 )
 def test_a_partner_that_breaks_the_protocol_moves_nothing(lie: pb.GossipMessage) -> None:
     async def main() -> None:

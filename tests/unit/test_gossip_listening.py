@@ -155,14 +155,44 @@ def test_without_an_answer_it_counts_with_what_it_has(caplog: pytest.LogCaptureF
     assert str(line["reason"]).startswith("gone: no answer for 1")
 
 
+def test_one_exchange_that_breaks_late_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replica answers, but what it sends takes longer than a silence may, and breaks once."""
+    monkeypatch.setattr(listening_module, "_SILENT_S", 2.0)
+
+    async def main() -> None:
+        async with peers("ab") as (net, (a, b)):
+            broken = False
+
+            def tap(source: str, target: str, message: Message) -> list[Delivery]:
+                nonlocal broken
+                if (
+                    isinstance(message, pb.GossipMessage)
+                    and message.WhichOneof("body") == "chunk"
+                    and not broken
+                ):
+                    broken = True
+                    net.cut("a:1", "b:1")
+                    net.heal()
+                return [Delivery(message)]
+
+            net.tap = tap
+            assert await listen(a, "b")
+            assert broken
+            assert close(a, b, b.vector)
+
+    virtual(main)
+
+
 def test_a_replica_that_claims_impossible_steps_is_not_followed() -> None:
     """Its version would not fit this peer's own record any more."""
 
     async def main() -> None:
         async with peers("ab") as (_, (a, b)):
             b.stage.runtime.version = (1 << 64) - 1
+            before = a.vector
             assert not await listen(a, "b")
             assert a.stage.runtime.version == 3
+            assert torch.equal(a.vector, before)
 
     virtual(main)
 

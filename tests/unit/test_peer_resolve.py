@@ -105,14 +105,16 @@ def test_a_joiner_asks_for_the_run_spec_that_it_cannot_read(
 
 @pytest.mark.parametrize("base", [True, False])
 def test_a_peer_that_has_moved_keeps_one_stage_on_its_disk(base: bool, tmp_path: Path) -> None:
-    """And of each other one the newest snapshot, which may be the last there is; an operator all base weights."""
+    """And of each other one the newest snapshot, and the state where nobody serves it: they may be the last there are;
+    an operator all base weights."""
     store = BundleStore(tmp_path)
     for stage in range(3):
         for bundle in ("live/{}", "base/{}", "part/{}/64", "snapshot/{}/32", "snapshot/{}/64"):
             store.write(bundle.format(stage), {"f": b"x"}, {"tokens": 9 - stage})
-    put_away(store, held=1, stages=3, base=base)
+    put_away(store, held=1, served=[True, False, False], base=base)
     kept = {
         "live/1",
+        "live/2",
         "base/1",
         "part/1/64",
         "snapshot/1/32",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from meshd.errors import DataError, MismatchError, NetworkError
+from meshd.errors import DataError, MismatchError, NetworkError, ResourceError
 from meshd.peer.seed import complete_watermarks
 from meshd.peer.snapshots import read_part, watermarks_at
 from meshd.proto import meshd_pb2 as pb
@@ -45,6 +45,21 @@ async def test_names_that_are_not_ours_and_watermarks_past_the_end_are_passed_ov
     assert await watermarks_at(["a"], 0, cast(Any, Lister()), run) == {64, STOP}
     assert complete_watermarks(LISTED, 2, STOP) == [64]
     assert complete_watermarks(LISTED, 1, STOP) == [64, STOP]
+
+
+async def test_a_peer_that_refuses_to_list_has_none() -> None:
+    """Its port may belong to a daemon of another run by now."""
+
+    class Mixed(Lister):
+        async def list_bundles(self, address: str, request: pb.ListRequest) -> pb.ListReply:
+            if address == "other":
+                raise MismatchError("works on run x")
+            if address == "full":
+                raise ResourceError("too many calls")
+            return await super().list_bundles(address, request)
+
+    run = cast(Any, SimpleNamespace(run_id="r", spec=SimpleNamespace(stop_tokens=STOP)))
+    assert await watermarks_at(["other", "full", "a"], 1, cast(Any, Mixed()), run) == {64}
 
 
 @pytest.mark.parametrize(

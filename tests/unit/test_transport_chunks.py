@@ -10,7 +10,7 @@ import pytest
 from meshd.errors import MismatchError
 from meshd.proto import meshd_pb2 as pb
 from meshd.transport.base import CHUNK_BYTES
-from meshd.transport.chunks import Assembler, split, split_gossip
+from meshd.transport.chunks import Assembler, split
 
 ID = pb.MicrobatchId(origin="p", sequence=7, attempt=1)
 
@@ -30,10 +30,10 @@ def test_a_payload_comes_out_as_it_went_in(size: int) -> None:
     assert assembler.finish(crc32(payload)) == payload
 
 
-def test_gossip_chunks_and_views() -> None:
+def test_a_view_of_other_items_is_cut_by_bytes() -> None:
     payload = memoryview(bytearray(range(256)) * 8192).cast("H")  # 2 MiB as 16-bit items
     assembler = Assembler(payload.nbytes, max_bytes=1 << 22, what="values")
-    for chunk in split_gossip(payload):
+    for chunk in split(ID, 0, payload):
         assembler.add(chunk)
     assert assembler.finish(crc32(payload)) == payload.tobytes()
 
