@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -25,23 +27,29 @@ log = logging.getLogger(__name__)
 
 # So many lines and the file is compacted: it holds a day's work of one start otherwise, and the next has to read it.
 _MOST_LINES = 1 << 16
+# Between tries to write a file that lacks something.
+_RETRY_S = 1.0
 
 
 class Journal:
     """An OriginLedger whose every change is on disk before the call returns (in the page cache: it survives the
     process, not the machine's power).
 
-    On a full disk the work goes on with what is in memory, which `problem` says. Each change tries anew to write the
-    whole as sums, in place of a file that lacks something, so no more is kept than the ledger itself.
+    On a full disk the work goes on with what is in memory, which `problem` says. Changes try anew to write the whole as
+    sums, in place of a file that lacks something, so no more is kept than the ledger itself; once a second at most, for
+    that waits for the disk. So does the compaction, on the caller's event loop: once in 65536 changes, for the time
+    that a disk takes to sync a few kilobytes. Unsynced, a file that the power left empty would stop the next start.
 
     Opening it drops what was in flight when the last incarnation ended: nobody can answer it any more.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Raises DataError for a file that does not read, ResourceError for one that may not be read or written."""
-        self._path = path
+    def __init__(self, path: Path, monotonic: Callable[[], float] = time.monotonic) -> None:
+        """monotonic: source of time, seconds. Raises DataError for a file that does not read, ResourceError for one
+        that may not be read or written."""
+        self._path, self._monotonic = path, monotonic
         self._file: IO[bytes] | None = None
         self._lines = 0
+        self._retry_at = 0.0
         self.problem = ""
         """Why the file lacks the last changes; empty when it has all."""
         self.ledger = _replay(path)
@@ -90,7 +98,8 @@ class Journal:
     def _write(self, line: str) -> None:
         """The ledger has changed: note it. Never raises."""
         if self.problem:
-            self._catch_up()
+            if self._monotonic() >= self._retry_at:
+                self._catch_up()
             return
         data = line.encode()
         try:
@@ -116,12 +125,14 @@ class Journal:
             f"cannot write {self._path}: {reason}. Training goes on; killed now, this peer would train on some of its "
             "data again and count it anew. Fix: free space there"
         )
+        self._retry_at = self._monotonic() + _RETRY_S
         event(log, "journal_not_written", level=logging.ERROR, reason=self.problem)
 
     def _catch_up(self) -> None:
         try:
             self._compact()
         except OSError:
+            self._retry_at = self._monotonic() + _RETRY_S
             return
         self.problem = ""
         event(log, "journal_written_again", path=self._path)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manual_clock import ManualClock
 
 from meshd.errors import DataError, ResourceError
 from meshd.pipeline import journal as journal_module
@@ -206,12 +207,14 @@ class Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, journal: Journal) -> None:
         self.free: int | None = None
+        self.tries = 0  # to write the whole
         self._journal = journal
         self._file = journal._file
         journal._file = self  # type: ignore[assignment]
         synced = journal_module.write_synced
 
         def write_synced(path: Path, data: bytes) -> None:
+            self.tries += 1
             if self.free is not None and len(data) > self.free:
                 raise OSError(errno.ENOSPC, "No space left on device")
             synced(path, data)
@@ -234,8 +237,8 @@ def test_c29_on_a_full_disk_the_books_are_kept_in_memory_and_written_when_there_
     free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when the disk took a part of a line: nothing follows that. A kill meanwhile goes back to before."""
-    path = tmp_path / "journal"
-    with Journal(path) as journal:
+    path, clock = tmp_path / "journal", ManualClock()
+    with Journal(path, clock.monotonic) as journal:
         for item in range(4):
             journal.inject(item)
         journal.commit(0, 5)
@@ -250,6 +253,7 @@ def test_c29_on_a_full_disk_the_books_are_kept_in_memory_and_written_when_there_
         killed.write_bytes(path.read_bytes())
         assert Journal(killed).ledger.balance() == Balance(4, 1, 3, 3, 0, 5, 1)
         disk.free = None
+        clock.now += 1
         assert journal.inject(2) == 4
         assert not journal.problem
         journal.keep(1)
@@ -258,6 +262,27 @@ def test_c29_on_a_full_disk_the_books_are_kept_in_memory_and_written_when_there_
         again = Journal(killed).ledger
         assert again.balance() == Balance(5, 3, 2, 1, 0, 15, 2)
         assert (again.returned, again.next_item, again.next_sequence) == ([2], 4, 5)
+
+
+def test_a_full_disk_is_tried_once_a_second_however_much_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each try waits for the disk, and with it the event loop."""
+    path, clock = tmp_path / "journal", ManualClock()
+    with Journal(path, clock.monotonic) as journal:
+        disk = Disk(monkeypatch, journal)
+        disk.free = 0
+        tries = []
+        for _ in range(3):
+            for item in range(20):
+                journal.commit(journal.inject(item), 5)
+            tries.append(disk.tries)
+            clock.now += 1
+        assert tries == [0, 1, 2]
+        disk.free = None
+        journal.keep(1)
+        assert (journal.problem, disk.tries) == ("", 3)
+    assert Journal(path).ledger.balance().committed == 60
 
 
 def test_what_was_kept_in_memory_is_written_at_the_end(
