@@ -75,7 +75,9 @@ class Roster:
 
     def due(self, now: float) -> list[pb.Record]:
         """Those missing that are to be asked now, each less often the longer it is missing."""
-        due = [missing for missing in self._missing.values() if missing.again <= now][:_MOST_ASKED]
+        due = [missing for missing in self._missing.values() if missing.again <= now]
+        # Those that have waited longest, or many that are missing would be kept from their turn by the first for ever.
+        due = sorted(due, key=lambda missing: missing.again)[:_MOST_ASKED]
         for missing in due:
             missing.pause_s = min(_LONGEST_S, 2 * missing.pause_s)
             missing.again = now + missing.pause_s

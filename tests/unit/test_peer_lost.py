@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -65,6 +66,16 @@ def test_who_is_missing_is_asked_less_and_less_often_and_forgotten_in_the_end() 
     assert set(pauses[2:]) == {30.0}
     assert 3500 < asked[-1] - asked[0] <= 3600
     assert world.roster.missing(world.now) == []
+
+
+def test_none_of_many_that_are_missing_is_kept_from_its_turn() -> None:
+    world, asked = World(), Counter[str]()
+    names = [f"peer{number}" for number in range(100)]
+    world.look(names)
+    for _ in range(110):
+        world.look([])
+        asked.update(record.name for record in world.roster.due(world.now))
+    assert min(asked[name] for name in names) >= 7
 
 
 def test_what_is_remembered_is_bounded_and_few_are_asked_at_once() -> None:
