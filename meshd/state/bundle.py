@@ -14,6 +14,7 @@ from several threads.
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
 import logging
@@ -41,6 +42,9 @@ _MANIFEST = ".manifest.json"
 _SPARE_BYTES = 16 << 20
 # Downloads kept that were broken off, of all bundles together: many are of what nobody has any more.
 _MOST_BROKEN_OFF = 8
+
+# Of these a process can run out, whatever is on the disk.
+_SCARCE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 _Stamp = tuple[int, int]  # size in bytes, mtime in ns
 
@@ -139,10 +143,10 @@ class BundleStore:
 
         Sizes and times of the files are compared with those at the commit; where only times differ (the directory was
         copied), everything is hashed once and the new times are noted. Raises NotHere when the bundle is not here,
-        DataError when it is damaged.
+        DataError when it is damaged or the disk does not give it, ResourceError when this process is out of files.
         """
         directory = self.root / check_bundle_name(name)
-        with self._lock:
+        with self._lock, self._reading(name):
             try:
                 stamp = _stamp(directory / _MANIFEST)
             except (FileNotFoundError, NotADirectoryError):
@@ -164,7 +168,8 @@ class BundleStore:
         """Like `manifest`, and hashes every byte. Raises NotHere, DataError naming the file and the chunk."""
         manifest = self.manifest(name)
         for entry in manifest.files:
-            found = hash_file(self.root / name / entry.name, entry.chunk_bytes)
+            with self._reading(name):
+                found = hash_file(self.root / name / entry.name, entry.chunk_bytes)
             if found != entry:
                 pairs = zip(found.sha256, entry.sha256, strict=False)
                 bad = next((index for index, (is_now, was) in enumerate(pairs) if is_now != was), 0)
@@ -182,7 +187,7 @@ class BundleStore:
 
         The two stay consistent when the bundle is replaced or deleted meanwhile. Raises as `path`.
         """
-        with self._lock:
+        with self._lock, self._reading(name):
             return self.path(name, file).open("rb"), self.manifest(name)
 
     def delete(self, name: str) -> None:
@@ -313,9 +318,27 @@ class BundleStore:
                 moved[entry.name] = found
         if not moved:
             return known
-        with disk_faults(directory):
+        stamp = known.stamp
+        try:
             self._write_manifest(directory, known.manifest)
-        return _Known(_stamp(directory / _MANIFEST), known.manifest, known.stamps | moved)
+            stamp = _stamp(directory / _MANIFEST)
+        except OSError as fault:
+            # The bundle is good, and this store knows it now.
+            log.warning("bundle %s: new file times are not noted (%s); the next start hashes it", name, fault)
+        return _Known(stamp, known.manifest, known.stamps | moved)
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[None]:
+        """Turn a disk that does not give what bundle `name` holds into the error of a damaged bundle."""
+        try:
+            yield
+        except OSError as fault:
+            if fault.errno in _SCARCE:
+                raise ResourceError(
+                    f"cannot read bundle {name} in {self.root}: {fault}. Fix: raise the limit (`ulimit -n`), or free "
+                    "memory"
+                ) from fault
+            raise self._damaged(name, f"it cannot be read: {fault}") from fault
 
     def _damaged(self, name: str, problem: str) -> DataError:
         return DataError(

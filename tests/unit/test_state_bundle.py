@@ -277,6 +277,81 @@ def test_c22_damaged_bundles_are_dropped_at_the_start_and_the_others_stay(
     assert again.drop_damaged() == []
 
 
+def fail_with(number: int):
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("where", ["stat", "manifest", "file"])
+def test_c22_what_the_disk_does_not_give_counts_as_damaged(
+    where: str, number: int, store: BundleStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = store.write("live/0", {"f": b"x"}, {})
+    os.utime(store.path("live/0", "f"), ns=(1, 1))
+    again = BundleStore(store.root)
+    names = {"stat": "meshd.state.bundle._stamp", "file": "meshd.state.bundle.hash_file"}
+    with monkeypatch.context() as patch:
+        if where == "manifest":
+            patch.setattr(Path, "read_bytes", fail_with(number))
+        else:
+            patch.setattr(names[where], fail_with(number))
+        with pytest.raises(DataError, match=f"cannot be read: .*{os.strerror(number)}.*Fix: delete"):
+            again.manifest("live/0")
+        assert not again.has("live/0", manifest.sha256)
+        assert again.drop_damaged() == ["live/0"]
+    assert again.names() == []
+
+
+def test_c22_a_directory_in_a_manifests_place_counts_as_damaged(store: BundleStore) -> None:
+    store.write("live/0", {"f": b"x"}, {})
+    (store.root / "live/0/.manifest.json").unlink()
+    (store.root / "live/0/.manifest.json").mkdir()
+    assert BundleStore(store.root).drop_damaged() == ["live/0"]
+
+
+def test_a_file_that_cannot_be_opened_or_hashed_counts_as_damaged(
+    store: BundleStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write("live/0", {"f": b"x"}, {})
+    with monkeypatch.context() as patch:
+        patch.setattr("meshd.state.bundle.hash_file", fail_with(errno.EIO))
+        with pytest.raises(DataError, match="cannot be read"):
+            store.verify("live/0")
+    monkeypatch.setattr(Path, "open", fail_with(errno.EIO))
+    with pytest.raises(DataError, match="cannot be read"):
+        store.open("live/0", "f")
+
+
+def test_a_process_that_is_out_of_files_deletes_nothing(
+    store: BundleStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write("live/0", {"f": b"x"}, {})
+    again = BundleStore(store.root)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fail_with(errno.EMFILE))
+        with pytest.raises(ResourceError, match=r"bundle live/0 .*Too many open files.*Fix:"):
+            again.drop_damaged()
+    assert again.drop_damaged() == []
+    assert again.names() == ["live/0"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_c29_a_disk_that_takes_no_new_file_times_stops_nobody(
+    number: int, store: BundleStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest = store.write("live/0", {"f": b"x"}, {})
+    os.utime(store.path("live/0", "f"), ns=(1, 1))
+    again = BundleStore(store.root)
+    monkeypatch.setattr("meshd.state.bundle.write_synced", fail_with(number))
+    assert again.drop_damaged() == []
+    assert [os.strerror(number) in record.getMessage() for record in caplog.records] == [True]
+    monkeypatch.setattr("meshd.state.bundle.hash_file", lambda *_: pytest.fail("hashed again"))
+    assert again.manifest("live/0") == manifest
+
+
 def test_a_manifest_of_an_earlier_version_counts(store: BundleStore) -> None:
     store.write("base/0", {"f": b"x"}, {})
     path = store.root / "base/0/.manifest.json"
