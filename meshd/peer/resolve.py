@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedConfig
 
 from meshd.config.runspec import Resolved, ResolvedRun, RunSpec
 from meshd.data.build import build_dataset
-from meshd.errors import ConfigError, DataError
+from meshd.errors import ConfigError, DataError, MeshdError
 from meshd.model.cost import measure_costs
 from meshd.model.cut import Tied, check_cut, check_stages
 from meshd.model.export import tokenizer_files
@@ -87,8 +87,9 @@ def resolve(spec: RunSpec, state_dir: Path, operator: str) -> tuple[ResolvedRun,
     """The run of a spec and its directory, made now or found from an earlier start with the same spec.
 
     Fetches the model, measures the cut if none is given, tokenizes the corpus, and writes the bundles that joiners
-    ask for; of a run that was found, again, when a crash or the disk has damaged one. Raises ConfigError or DataError
-    naming the field.
+    ask for; of a run that was found, again, when a crash or the disk has damaged one. Where that cannot be, since model
+    or corpus are out of reach or have changed, a found run goes on: other peers may have what is lacking. Without one,
+    raises ConfigError or DataError naming the field, NetworkError or ResourceError.
     """
     check_spec(spec)
     found = _earlier(spec, state_dir, operator)
@@ -98,14 +99,11 @@ def resolve(spec: RunSpec, state_dir: Path, operator: str) -> tuple[ResolvedRun,
     building = state_dir / "runs" / f"new-{digest[:16]}"
     building.mkdir(parents=True, exist_ok=True)
     store = BundleStore(building / BUNDLES)
-    # A measured cut differs from start to start; the run must not.
-    cut = None if found is None else found[0].resolved.cut
-    run = ResolvedRun(spec=spec, resolved=_make_bundles(spec, store, cut), operator=operator)
-    if found is not None and run.run_id != found[0].run_id:
-        hint = "model or corpus have changed since: what is lacking is fetched from other peers"
-        event(log, "run_not_made_again", level=logging.WARNING, path=found[1], hint=hint)
+    if found is not None:
+        _make_again(*found, store)
         shutil.rmtree(building)
         return found
+    run = ResolvedRun(spec=spec, resolved=_make_bundles(spec, store, None), operator=operator)
     directory = run_directory(state_dir, run.run_id)
     if directory.exists():
         _complete(directory, run, store)
@@ -143,25 +141,45 @@ def _earlier(spec: RunSpec, state_dir: Path, operator: str) -> tuple[ResolvedRun
 
 def _whole(run: ResolvedRun, directory: Path) -> bool:
     """Whether what joiners ask for is there."""
-    store, resolved = BundleStore(directory / BUNDLES), run.resolved
-    bundles = {
-        "run/tokenizer": resolved.tokenizer_sha256,
-        "run/data": resolved.data_sha256,
-        "run/features": resolved.features_sha256,
-        **{f"base/{stage}": digest for stage, digest in enumerate(resolved.base_sha256)},
-    }
-    lacking = [name for name, digest in bundles.items() if not store.has(name, digest)]
+    store = BundleStore(directory / BUNDLES)
+    lacking = [name for name, digest in _bundles_of(run).items() if not store.has(name, digest)]
     if lacking:
         event(log, "bundles_made_again", level=logging.WARNING, path=directory, lacking=", ".join(lacking))
     return not lacking
 
 
+def _bundles_of(run: ResolvedRun) -> dict[str, str]:
+    """The digests of what joiners ask for, by name."""
+    resolved = run.resolved
+    return {
+        "run/tokenizer": resolved.tokenizer_sha256,
+        "run/data": resolved.data_sha256,
+        "run/features": resolved.features_sha256,
+        **{f"base/{stage}": digest for stage, digest in enumerate(resolved.base_sha256)},
+    }
+
+
+def _make_again(run: ResolvedRun, directory: Path, store: BundleStore) -> None:
+    """Make in `store` what a found run lacks, and put it in place, as far as that can be: peers may have the rest."""
+    problem = ""
+    try:
+        # A measured cut differs from start to start; the run must not.
+        if _make_bundles(run.spec, store, run.resolved.cut) != run.resolved:
+            problem = "model or corpus have changed since"
+    except MeshdError as error:
+        problem = str(error)
+    if problem:
+        hint = "what is lacking then is fetched from other peers"
+        event(log, "run_not_made_again", level=logging.WARNING, path=directory, reason=problem, hint=hint)
+    _complete(directory, run, store)
+
+
 def _complete(directory: Path, run: ResolvedRun, made: BundleStore) -> None:
-    """Put what was made into the directory of an earlier start whose own is damaged or lacking."""
+    """Put what was made, and is of this run, into the directory of an earlier start whose own is damaged or lacking."""
     store = BundleStore(directory / BUNDLES)
-    for name in made.names():
-        manifest = made.manifest(name)
-        if not store.has(name, manifest.sha256):
+    for name, digest in _bundles_of(run).items():
+        if made.has(name, digest) and not store.has(name, digest):
+            manifest = made.manifest(name)
             files: dict[str, Path | bytes] = {e.name: made.path(name, e.name) for e in manifest.files}
             store.write(name, files, manifest.facts)
     save_run(directory, run)
@@ -180,6 +198,7 @@ def _make_bundles(spec: RunSpec, store: BundleStore, cut: list[int] | None) -> R
         with store.writing(f"base/{stage}", {}) as directory:
             write_base(model_dir, config, cut, tied, stage, directory / WEIGHTS)
         base.append(store.manifest(f"base/{stage}").sha256)
+    features = _write_features(model_dir, config, store)
     with store.writing("run/data", {}) as directory:
         tokenize(spec, model_dir, config, directory)
     return Resolved(
@@ -191,7 +210,7 @@ def _make_bundles(spec: RunSpec, store: BundleStore, cut: list[int] | None) -> R
         base_sha256=base,
         tokenizer_sha256=tokenizer.sha256,
         data_sha256=store.manifest("run/data").sha256,
-        features_sha256=_write_features(model_dir, config, store),
+        features_sha256=features,
     )
 
 

@@ -12,7 +12,9 @@ import pytest
 
 from meshd.config.load import validate
 from meshd.config.runspec import ResolvedRun, RunSpec
+from meshd.errors import DataError, MeshdError, NetworkError
 from meshd.observe.log import fields_of
+from meshd.peer import resolve as resolve_module
 from meshd.peer.loading import held_before, put_away
 from meshd.peer.resolve import BUNDLES, RESOLVED, known_run, resolve
 from meshd.state.bundle import BundleStore
@@ -87,6 +89,51 @@ def test_what_a_crash_has_damaged_is_made_again_and_the_run_is_the_same(
     assert (folder / "journal").exists(), "what the peer did is kept"
     assert not list((state / "runs").glob("new-*"))
     assert "run_file_unusable" in events(caplog) or "bundles_made_again" in events(caplog)
+
+
+@pytest.mark.parametrize("since", ["no model", "no corpus", "changed"])
+def test_what_cannot_be_made_again_is_left_to_other_peers_and_the_rest_is_made(
+    since: str, made: Made, state: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = state / "runs" / made[1].run_id[:16]
+    for damaged in ("base/0/weights.safetensors", "run/data/.manifest.json"):
+        (folder / BUNDLES / damaged).write_bytes(b"torn")
+    problem: MeshdError = DataError("the corpus has gone")
+    tokenize = resolve_module.tokenize
+
+    def fails(*_: object) -> Path:
+        raise problem
+
+    def other(spec: RunSpec, model: Path, config: Any, directory: Path) -> None:
+        tokenize(spec, model, config, directory)
+        (directory / "more").write_bytes(b"x")
+
+    if since == "no model":
+        problem = NetworkError("no hub")
+        monkeypatch.setattr(resolve_module, "resolve_source", fails)
+    else:
+        monkeypatch.setattr(resolve_module, "tokenize", fails if since == "no corpus" else other)
+
+    assert resolve(made[0], state, "operator") == (made[1], folder)
+    assert events(caplog)[-1] == "run_not_made_again"
+    reason = str(fields_of(caplog.records[-1])["reason"])
+    assert reason == ("model or corpus have changed since" if since == "changed" else str(problem))
+    store = BundleStore(folder / BUNDLES)
+    assert store.has("base/0", made[1].resolved.base_sha256[0]) == (since != "no model")
+    assert not store.has("run/data", made[1].resolved.data_sha256)
+    assert store.has("base/1", made[1].resolved.base_sha256[1])
+    assert not list((state / "runs").glob("new-*"))
+
+
+def test_without_an_earlier_run_what_cannot_be_made_is_an_error(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> Path:
+        raise NetworkError("no hub")
+
+    monkeypatch.setattr(resolve_module, "resolve_source", fails)
+    with pytest.raises(NetworkError, match="no hub"):
+        resolve(made[0], tmp_path, "operator")
 
 
 def test_a_joiner_asks_for_the_run_spec_that_it_cannot_read(
