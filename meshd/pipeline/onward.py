@@ -35,7 +35,8 @@ _LOOK_S = 1.0
 class Onward:
     """`run` must be running while `carry` is used.
 
-    waiting_for: for people, what microbatches wait for; empty: nothing. author: of the priors that frames name.
+    waiting_for: for people, what microbatches wait for; empty: nothing. author: of the priors that frames name. looks:
+    called every second.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -49,6 +50,7 @@ class Onward:
         # Set and replaced whenever a route may have opened: credit, a new replica, a link that came up.
         self._changed = asyncio.Event()
         self.waiting_for: str = ""
+        self.looks: list[Callable[[], None]] = []
         crossings = stage.runtime.crossings
         self.author = Author(
             stage.around.priors,
@@ -71,6 +73,8 @@ class Onward:
                 self._stage.metrics.gauge("waiting_bytes", self.waiting_bytes())
                 queued = sum(link.queued_bytes for link in self._links.values())
                 self._stage.metrics.gauge("downstream_queued_bytes", queued)
+                for look in self.looks:
+                    look()
                 if self._stage.counter.total > told:
                     told = self._stage.counter.total
                     counts = self._stage.counter.to_proto()

@@ -42,6 +42,11 @@ class Pipeline:
         """Of what this peer has made of others' microbatches and has not sent on yet."""
         return self._onward.waiting_bytes(passing=True)
 
+    @property
+    def looks(self) -> list[Callable[[], None]]:
+        """Called every second while `run` is running."""
+        return self._onward.looks
+
     def wake(self) -> None:
         """Routes may have changed: let those who wait look again."""
         self._onward.wake()

@@ -72,6 +72,8 @@ class Intake:
         self._links: set[_Link] = set()
         self.draining = False
         pipeline.stage.runtime.keeping.listeners.append(self._tell_kept)
+        # Queues empty without anything being taken or released.
+        pipeline.looks.append(self._measure)
 
     @property
     def held(self) -> int:

@@ -123,6 +123,29 @@ def test_one_that_asks_without_reading_the_answers_loses_its_place(monkeypatch: 
     virtual(main)
 
 
+def test_what_waits_on_links_is_measured_while_nothing_is_taken() -> None:
+    async def main() -> None:
+        offer, _ = microbatch()
+        async with (
+            taker(RUN) as (t, _),
+            MemoryNetwork(t.intake.pipeline.stage.clock, buffer_bytes=500) as narrow,
+            asyncio.TaskGroup() as tasks,
+        ):
+            narrow.register("taker:1", t)  # type: ignore[arg-type]
+            looking = tasks.create_task(t.intake.pipeline.run())
+            async with evil(narrow, RUN) as duplex:
+                for sequence in range(500):
+                    await duplex.send(numbered(offer, sequence))
+                await asyncio.sleep(2)
+                assert t.metrics.value("upstream_queued_bytes") > 1000
+                await replies(duplex, 500)
+                await asyncio.sleep(2)
+                assert t.metrics.value("upstream_queued_bytes") == 0
+            looking.cancel()
+
+    virtual(main)
+
+
 def test_places_are_bounded_by_bytes_and_freed_when_the_link_ends() -> None:
     async def main() -> None:
         offer, _ = microbatch()
