@@ -126,6 +126,7 @@ class SeedPeer:
                     tokens=watermark,
                     reason=str(error),
                 )
+                self._problem = ""  # the disk takes it; it has to come
                 return False
             except ResourceError as error:
                 self._failed(watermark, str(error))
