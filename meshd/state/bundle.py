@@ -43,8 +43,14 @@ _SPARE_BYTES = 16 << 20
 # Downloads kept that were broken off, of all bundles together: many are of what nobody has any more.
 _MOST_BROKEN_OFF = 8
 
-# Of these a process can run out, whatever is on the disk.
-_SCARCE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+# What a bundle cannot be read for, and is not damaged for.
+_NOT_THE_DISK = {
+    errno.EMFILE: "raise the limit (`ulimit -n`)",
+    errno.ENFILE: "raise the system's limit of open files",
+    errno.ENOMEM: "free memory",
+    errno.EACCES: "give the files there to the user that runs meshd",
+    errno.EPERM: "give the files there to the user that runs meshd",
+}
 
 _Stamp = tuple[int, int]  # size in bytes, mtime in ns
 
@@ -333,10 +339,10 @@ class BundleStore:
         try:
             yield
         except OSError as fault:
-            if fault.errno in _SCARCE:
+            if fault.errno in _NOT_THE_DISK:
+                fix = _NOT_THE_DISK[fault.errno]
                 raise ResourceError(
-                    f"cannot read bundle {name} in {self.root}: {fault}. Fix: raise the limit (`ulimit -n`), or free "
-                    "memory"
+                    f"cannot read bundle {name} in {self.root}: {fault}. Fix: {fix}"
                 ) from fault
             raise self._damaged(name, f"it cannot be read: {fault}") from fault
 
