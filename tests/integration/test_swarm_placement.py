@@ -211,8 +211,10 @@ def test_a_stage_that_lost_its_last_replica_gets_one_that_another_can_spare(
             await s.kill("z")
             await s.until(lambda: 1 in stages_of(s, names).values())
             await s.finished(*names)
-            # a and b could both go; c is pinned, and so the first of its stage.
-            assert stages_of(s, names) == {"a": 0, "b": 1, "c": 0}
+            # a or b goes, as they measure their speed; c is pinned.
+            stages = stages_of(s, names)
+            assert stages["c"] == 0
+            assert sorted(stages[name] for name in "ab") == [0, 1]
             accounts = [s.account(name) for name in names]
             assert all(account.holds and not account.open for account in accounts)
             assert sum(account.tokens for account in accounts) >= spec.stop_tokens

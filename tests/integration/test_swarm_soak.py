@@ -42,6 +42,7 @@ BOUNDED = {
     "Debts._debts": 2 * 256,  # peers that went, until they are counted as lost for good
     "<_Debt>": 2 * 256,
     "_Debt.unkept": 2 * 65_536,
+    "Injector._unkept": 4096,  # additions since the last exchange or save
     "Roster._missing": 3 * 256,  # peers that were lost, asked again for an hour
     "<_Missing>": 3 * 256,
     "Wear._first": 3 * 8,  # deques' lengths
