@@ -92,7 +92,8 @@ class Gossip:
         self._busy = True
         stepped = self._stage.runtime.keeping.stepped
         try:
-            _, report = await self._open(partner, self._opening(self._stage.rng.getrandbits(64)), 0.5)
+            opening = self._opening(self._stage.rng.getrandbits(64))
+            _, report = await self._open(partner, opening, 0.5, lambda: None)
         except ExchangeRefused:
             self._stage.metrics.count("gossip_busy")
             return False
@@ -122,7 +123,7 @@ class Gossip:
         return report
 
     async def _open(
-        self, partner: Replica, opening: pb.GossipOpen, share: float, met: Callable[[], None] = lambda: None
+        self, partner: Replica, opening: pb.GossipOpen, share: float, met: Callable[[], None]
     ) -> tuple[pb.GossipOpen, ExchangeReport]:
         async with self._stage.transport.gossip(partner.address) as duplex:
             await duplex.send(pb.GossipMessage(open=opening))
