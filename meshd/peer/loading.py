@@ -181,15 +181,12 @@ async def _states(supply: Supply, number: int) -> AsyncGenerator[str, None]:
         except NetworkError as error:
             event(log, "no_live_state", level=logging.WARNING, stage=number, reason=str(error))
     snapshots = await _snapshots(supply, number)
-    newer = [mark for mark in snapshots if version < 0 or mark > tokens]
-    for watermark in newer:
-        if await _fetched(supply, number, watermark, snapshots[watermark]):
-            yield f"snapshot/{number}/{watermark}"
-    if version >= 0:
-        yield name
-    for watermark in list(snapshots)[len(newer) :]:
-        if await _fetched(supply, number, watermark, snapshots[watermark]):
-            yield f"snapshot/{number}/{watermark}"
+    states = [(mark, f"snapshot/{number}/{mark}") for mark in snapshots]
+    states += [(tokens, name)] if version >= 0 else []
+    # Of equal tokens this peer's own comes first ("live" before "snapshot"): it has the optimizer's moments.
+    for mark, state in sorted(states, key=lambda found: (-found[0], found[1])):
+        if state == name or await _fetched(supply, number, mark, snapshots[mark]):
+            yield state
 
 
 async def _snapshots(supply: Supply, number: int) -> dict[int, list[str]]:
