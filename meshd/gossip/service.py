@@ -31,9 +31,8 @@ def choose_partner(
 ) -> Replica | None:
     """A random replica of the own stage that this peer may open an exchange with. Pure.
 
-    Of any two replicas only the one with the smaller peer id opens: so two never open exchanges with each other at
-    the same moment, each refusing the other because it is busy with its own. Who is overdue opens with any: those with
-    smaller ids may have no work, and then they never do.
+    Of any two replicas only the one with the smaller peer id opens: so two rarely open exchanges with each other at
+    the same moment. Who is overdue opens with any: those with smaller ids may have no work, and then they never do.
     """
     able = [r for r in replicas if (overdue or r.peer_id > me) and r.peer_id not in aside]
     return rng.choice(able) if able else None
@@ -45,7 +44,10 @@ class Gossip:
     def __init__(self, stage: Stage, flat: FlatParameters, own_stage: int) -> None:
         self._stage, self._flat, self._own_stage = stage, flat, own_stage
         self._spec = stage.runtime.run.spec.gossip
-        self._busy = False
+        self._turn: object | None = None  # of the one exchange that may move the values; None: free
+        self._asked = (
+            ""  # peer id of the replica that an exchange was opened with and that has not answered yet
+        )
         self._aside: dict[str, float] = {}
         self._due = asyncio.Event()
         self._steps = 0
@@ -72,7 +74,7 @@ class Gossip:
                 partner = choose_partner(self._stage.peer_id, replicas, self._aside, overdue, self._stage.rng)
                 if partner is None:
                     break
-                if not self._busy and await self.exchange_with(partner):
+                if self._turn is None and await self.exchange_with(partner):
                     break
                 await self._stage.clock.sleep(_RETRY_S * (0.5 + self._stage.rng.random()))
 
@@ -83,17 +85,26 @@ class Gossip:
         keeping = self._stage.runtime.keeping
         for _ in range(_RETRIES):
             for replica in replicas:
-                if keeping.kept >= keeping.stepped or (not self._busy and await self.exchange_with(replica)):
+                if keeping.kept >= keeping.stepped or (
+                    self._turn is None and await self.exchange_with(replica)
+                ):
                     return
             await self._stage.clock.sleep(_RETRY_S * (0.5 + self._stage.rng.random()))
 
     async def exchange_with(self, partner: Replica) -> bool:
         """One attempt. A partner that fails (and is not just busy) is set aside for a while."""
-        self._busy = True
+        turn = self._turn = object()
+        self._asked = partner.peer_id
         stepped = self._stage.runtime.keeping.stepped
+
+        def answered() -> None:
+            if self._turn is not turn:
+                raise ExchangeRefused(f"in the exchange that {partner.name} opened at the same time")
+            self._asked = ""
+
         try:
             opening = self._opening(self._stage.rng.getrandbits(64))
-            _, report = await self._open(partner, opening, 0.5, lambda: None)
+            _, report = await self._open(partner, opening, 0.5, answered)
         except ExchangeRefused:
             self._stage.metrics.count("gossip_busy")
             return False
@@ -102,7 +113,8 @@ class Gossip:
             self._failed(partner.name, error)
             return False
         finally:
-            self._busy = False
+            if self._turn is turn:
+                self._turn, self._asked = None, ""
         self._done(partner.name, report, stepped)
         return True
 
@@ -148,10 +160,14 @@ class Gossip:
             self._failed(name, error)
             await self._refuse(duplex, str(error), busy=False)
             return
-        if self._busy:
+        # Two that open with each other at the same moment would refuse each other, and over a slow link again and again:
+        # the one with the larger id lets go of its own.
+        crossed = self._asked == theirs.peer_id < self._stage.peer_id
+        if self._turn is not None and not crossed:
             await self._refuse(duplex, "in another exchange", busy=True)
             return
-        self._busy = True
+        turn = self._turn = object()
+        self._asked = ""
         known = self._stage.around.replicas(self._own_stage)
         name = next((replica.name for replica in known if replica.peer_id == theirs.peer_id), name)
         try:
@@ -168,7 +184,8 @@ class Gossip:
         except (LinkLost, MismatchError, ExchangeRefused, ResourceError) as error:
             self._failed(name, error)
         finally:
-            self._busy = False
+            if self._turn is turn:
+                self._turn = None
 
     async def _refuse(self, duplex: Duplex[pb.GossipMessage], reason: str, busy: bool) -> None:
         try:

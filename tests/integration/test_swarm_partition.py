@@ -94,7 +94,14 @@ def test_halves_train_on_alone_and_are_one_swarm_again_after_healing(
             gone = apart(s, "a1", "b1")
             s.network.heal()
             await s.until(lambda: all(knows(s, name) == everyone - {name} for name in everyone), 90.0)
-            await s.until(lambda: apart(s, "a1", "b1") < gone / 4)
+            exchanges = -1.0
+
+            def closer() -> bool:
+                nonlocal exchanges
+                before, exchanges = exchanges, s.counted("gossip_exchanges", "a1", "b1")
+                return exchanges != before and apart(s, "a1", "b1") < gone / 4
+
+            await s.until(closer)
             await s.until(lambda: s.account("c0").committed > stopped)
             origins = ("a0", "b0", "c0")
             total = sum(s.account(name).tokens for name in origins)

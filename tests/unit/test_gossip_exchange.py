@@ -302,7 +302,7 @@ def test_a_break_anywhere_leaves_both_valid_and_the_mean_within_one_segment(smal
                 assert bool(((peer.vector - middle).abs() < 0.1)[is_moved].all())
                 moved.append(is_moved)
             alone = int((moved[0] ^ moved[1]).sum())
-            assert a.gossip_service._busy is b.gossip_service._busy is False
+            assert a.gossip_service._turn is b.gossip_service._turn is None
             return done and seen < message, alone
 
     async def main() -> None:
@@ -388,20 +388,65 @@ def test_more_replicas_converge_geometrically_to_their_mean(names: str) -> None:
 def test_a_busy_partner_refuses_and_is_asked_again_until_it_is_free() -> None:
     async def main() -> None:
         async with peers("ab") as (_, (a, b)), asyncio.TaskGroup() as tasks:
-            b.gossip_service._busy = True
+            b.gossip_service._turn = object()
             assert not await a.exchange("b")
             assert (a.counted("gossip_busy"), a.counted("gossip_failed")) == (1, 0)
             running = tasks.create_task(a.gossip_service.run())
             a.gossip_service.stepped()
             await asyncio.sleep(0.25)
             assert a.counted("gossip_exchanges") == 0
-            b.gossip_service._busy = False
+            b.gossip_service._turn = None
             await asyncio.sleep(2)
             assert a.counted("gossip_exchanges") == 1
             # One exchange for one step.
             await asyncio.sleep(60)
             assert a.counted("gossip_exchanges") == 1
             running.cancel()
+
+    virtual(main)
+
+
+@pytest.mark.parametrize("leaving", [False, True])
+def test_two_that_open_with_each_other_at_the_same_moment_exchange_once(leaving: bool) -> None:
+    """Over a slow link neither has the other's opening before it has sent its own, however often it tries."""
+
+    async def main() -> None:
+        async with peers("ab") as (net, (a, b)):
+            net.set_delay("a:1", "b:1", 2.0)
+            before = a.vector + b.vector
+            if leaving:
+                for peer in (a, b):
+                    peer.stage.runtime.keeping.stepped += 1
+                await asyncio.gather(a.gossip_service.farewell(), b.gossip_service.farewell())
+            else:
+                assert await asyncio.gather(a.exchange("b"), b.exchange("a")) == [True, False]
+            for peer in (a, b):
+                assert (peer.counted("gossip_exchanges"), peer.counted("gossip_failed")) == (1, 0)
+                assert peer.gossip_service._turn is None
+            torch.testing.assert_close(a.vector + b.vector, before, rtol=1e-6, atol=1e-6)
+            assert await b.exchange("a")
+
+    virtual(main)
+
+
+def test_a_partner_that_answers_although_it_has_opened_itself_gets_one_exchange() -> None:
+    """b lets go of its own opening for a's; a, which refuses when it is honest, goes on with both."""
+
+    async def main() -> None:
+        async with peers("ab") as (net, (a, b)):
+            net.set_delay("a:1", "b:1", 2.0)
+
+            async def dishonest() -> None:
+                await asyncio.sleep(1.0)
+                own, a.gossip_service._turn = a.gossip_service._turn, None
+                await asyncio.sleep(2.0)
+                a.gossip_service._turn = own
+
+            opened = await asyncio.gather(a.exchange("b"), b.exchange("a"), dishonest())
+            assert opened[1] is False
+            await asyncio.sleep(30.0)
+            assert b.gossip_service._turn is None
+            assert b.counted("gossip_exchanges") == 1
 
     virtual(main)
 

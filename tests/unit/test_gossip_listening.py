@@ -125,14 +125,14 @@ def test_a_listener_waits_for_a_busy_replica_longer_than_for_a_silent_one(
 
     async def main() -> None:
         async with peers("ab") as (_, (a, b)), asyncio.TaskGroup() as tasks:
-            b.gossip_service._busy = True
+            b.gossip_service._turn = object()
             listening = tasks.create_task(listen(a, "b"))
             await asyncio.sleep(30)
             assert not listening.done()
-            b.gossip_service._busy = False
+            b.gossip_service._turn = None
             await asyncio.sleep(2)
             assert listening.result()
-            b.gossip_service._busy = True
+            b.gossip_service._turn = object()
             assert not await listen(a, "b")  # it does not wait for ever either
             assert 90 < asyncio.get_running_loop().time() < 100
 
