@@ -160,7 +160,7 @@ class Gossip:
             self._failed(name, error)
             await self._refuse(duplex, str(error), busy=False)
             return
-        # Two that open with each other at the same moment would refuse each other, and over a slow link again and again:
+        # Two that open with each other at the same moment would refuse each other, over a slow link again and again:
         # the one with the larger id lets go of its own.
         crossed = self._asked == theirs.peer_id < self._stage.peer_id
         if self._turn is not None and not crossed:
