@@ -45,9 +45,7 @@ class Gossip:
         self._stage, self._flat, self._own_stage = stage, flat, own_stage
         self._spec = stage.runtime.run.spec.gossip
         self._turn: object | None = None  # of the one exchange that may move the values; None: free
-        self._asked = (
-            ""  # peer id of the replica that an exchange was opened with and that has not answered yet
-        )
+        self._asked = ""  # peer id of the replica that one was opened with and that has not answered yet
         self._aside: dict[str, float] = {}
         self._due = asyncio.Event()
         self._steps = 0

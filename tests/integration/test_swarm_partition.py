@@ -70,7 +70,16 @@ def test_halves_train_on_alone_and_are_one_swarm_again_after_healing(
         async with swarm(spec, tmp_path) as s:
             s.delay(DELAY, "a0", "a1", "b0", "b1", "c0")
             await s.gathered(["a0", "b0", "c0"], ["a1", "b1"])
-            await s.until(lambda: s.counted("gossip_exchanges", "a1") >= 2)
+            exchanges = 0.0
+
+            def exchanged() -> bool:
+                nonlocal exchanges
+                before, exchanges = exchanges, s.counted("gossip_exchanges", "a1", "b1")
+                return exchanges > before
+
+            # As close as they get: when the second of the two has moved.
+            await s.until(lambda: exchanged() and exchanges >= 4 and exchanges % 2 == 0)
+            together = apart(s, "a1", "b1")
             part(s, left, right, alone)
             await s.until(lambda: all(knows(s, n) == {*g} - {n} for g in (left, right, alone) for n in g))
             await s.clock.sleep(5.0)
@@ -91,17 +100,10 @@ def test_halves_train_on_alone_and_are_one_swarm_again_after_healing(
             assert set(lost) == {*right, *alone}
             assert min(peer.age_s for peer in lost.values()) > 30.0
 
-            gone = apart(s, "a1", "b1")
+            assert apart(s, "a1", "b1") > 2 * together, "they had gone apart"
             s.network.heal()
             await s.until(lambda: all(knows(s, name) == everyone - {name} for name in everyone), 90.0)
-            exchanges = -1.0
-
-            def closer() -> bool:
-                nonlocal exchanges
-                before, exchanges = exchanges, s.counted("gossip_exchanges", "a1", "b1")
-                return exchanges != before and apart(s, "a1", "b1") < gone / 4
-
-            await s.until(closer)
+            await s.until(lambda: exchanged() and apart(s, "a1", "b1") <= 1.5 * together)
             await s.until(lambda: s.account("c0").committed > stopped)
             origins = ("a0", "b0", "c0")
             total = sum(s.account(name).tokens for name in origins)
