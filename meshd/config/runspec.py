@@ -132,6 +132,19 @@ class GossipSpec(Table):
     """Averaging between the replicas of a stage."""
 
     every: int = Field(1, ge=1, description="inner steps between exchanges that a peer starts")
+    subset: int = Field(1, ge=1, le=4096, description="an exchange covers one value of so many; 1: all")
+    bits: Literal[2, 3, 4, 8, 16] = Field(
+        16, description="of a value on the wire: 16 (bf16), or 8, 4, 3, 2 (docs/gossip.md)"
+    )
+    bps: int = Field(
+        0,
+        ge=0,
+        description="bits a second that a peer sends in its exchanges, about: sets `subset` by the measured time of a "
+        "step; 0: no such bound",
+    )
+    outer_momentum: float = Field(
+        0.0, ge=0.0, lt=1.0, description="Nesterov momentum over exchanges (docs/gossip.md); 0: none"
+    )
     timeout_s: float = Field(20.0, gt=0.0, description="an exchange without progress for so long is given up")
 
 

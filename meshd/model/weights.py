@@ -22,6 +22,8 @@ from meshd.model.tensors import TensorFiles
 _PROBE_TOKENS = 61
 # AdamW keeps two moments, in fp32.
 _MOMENT_BYTES = 8
+OUTER_BYTES = 6
+"""Of a value, for an outer step: fp32 after its last exchange, momentum in bf16 (meshd/gossip/outer.py)."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,10 @@ def memory_estimate(
     microbatch: int,
     seq_len: int,
     dtype: torch.dtype = torch.float32,
+    outer: bool = False,
 ) -> MemoryEstimate:
-    """Bytes that training a stage takes: weights, gradients, AdamW's moments, activations of one microbatch.
+    """Bytes that training a stage takes: weights, gradients, AdamW's moments, activations of one microbatch; outer: and
+    what `gossip.outer_momentum` keeps.
 
     The activations are those of one hop's backward pass after recomputation, the largest hop's; they are counted from
     what autograd saves on the meta device, so nothing is computed or allocated. Attention counts as its fused kernels
@@ -131,7 +135,7 @@ def memory_estimate(
     return MemoryEstimate(
         weights=held * dtype.itemsize,
         gradients=trainable * dtype.itemsize,
-        optimizer=trainable * _MOMENT_BYTES,
+        optimizer=trainable * (_MOMENT_BYTES + (OUTER_BYTES if outer else 0)),
         activations=int(per_token * microbatch * seq_len),
     )
 

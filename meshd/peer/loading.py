@@ -81,7 +81,15 @@ async def stage_needs(supply: Supply) -> list[int]:
 
     def estimate() -> list[int]:
         return [
-            memory_estimate(config, resolved.cut, resolved.tied, stage, data.microbatch, data.seq_len).total
+            memory_estimate(
+                config,
+                resolved.cut,
+                resolved.tied,
+                stage,
+                data.microbatch,
+                data.seq_len,
+                outer=run.spec.gossip.outer_momentum > 0.0,
+            ).total
             for stage in range(run.stages)
         ]
 

@@ -250,7 +250,7 @@ class StagePeer:
                 log, "step_skipped", level=logging.WARNING, reason="gradient not finite", tokens=report.tokens
             )
         else:
-            gossip.stepped()
+            gossip.stepped(report.tokens)
 
     def _says(self, pipeline: Pipeline) -> str:
         if pipeline.waiting_for:

@@ -22,8 +22,9 @@ from meshd.pipeline.exhaustion import out_of_memory
 
 T = TypeVar("T")
 
-# Lower runs first.
-BACKWARD, FORWARD, GOSSIP, BACKGROUND = 0, 1, 2, 3
+# Lower runs first. Gossip only reads and moves a segment of values, in milliseconds, while a partner waits: behind the
+# work of a device that is always busy, partners would give each other up.
+GOSSIP, BACKWARD, FORWARD, BACKGROUND = 0, 1, 2, 3
 # Later jobs that may overtake one of the next lower priority: without a bound, a device that is always busy would never
 # get to take a snapshot.
 _HEAD_START = 16

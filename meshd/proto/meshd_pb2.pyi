@@ -471,42 +471,60 @@ class Credit(_message.Message):
     def __init__(self, hop: _Optional[int] = ..., places: _Optional[int] = ...) -> None: ...
 
 class GossipMessage(_message.Message):
-    __slots__ = ("open", "chunk", "done", "refusal")
+    __slots__ = ("open", "chunk", "done", "refusal", "sample")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
     open: GossipOpen
     chunk: GossipChunk
     done: GossipDone
     refusal: GossipRefusal
-    def __init__(self, open: _Optional[_Union[GossipOpen, _Mapping]] = ..., chunk: _Optional[_Union[GossipChunk, _Mapping]] = ..., done: _Optional[_Union[GossipDone, _Mapping]] = ..., refusal: _Optional[_Union[GossipRefusal, _Mapping]] = ...) -> None: ...
+    sample: GossipSample
+    def __init__(self, open: _Optional[_Union[GossipOpen, _Mapping]] = ..., chunk: _Optional[_Union[GossipChunk, _Mapping]] = ..., done: _Optional[_Union[GossipDone, _Mapping]] = ..., refusal: _Optional[_Union[GossipRefusal, _Mapping]] = ..., sample: _Optional[_Union[GossipSample, _Mapping]] = ...) -> None: ...
 
 class GossipOpen(_message.Message):
-    __slots__ = ("run_id", "protocol", "peer_id", "stage", "exchange", "weight_version", "values", "segment_bytes", "payload_bytes", "committed", "listening")
+    __slots__ = ("run_id", "protocol", "peer_id", "stage", "weight_version", "committed", "count", "segment_blocks", "exchange", "subset", "bits", "offset", "listening", "work", "usual")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
-    EXCHANGE_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
-    VALUES_FIELD_NUMBER: _ClassVar[int]
-    SEGMENT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_FIELD_NUMBER: _ClassVar[int]
+    SUBSET_FIELD_NUMBER: _ClassVar[int]
+    BITS_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
     LISTENING_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
+    USUAL_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     protocol: int
     peer_id: str
     stage: int
-    exchange: int
     weight_version: int
-    values: str
-    segment_bytes: int
-    payload_bytes: int
     committed: _containers.RepeatedCompositeFieldContainer[Count]
+    count: int
+    segment_blocks: int
+    exchange: int
+    subset: int
+    bits: int
+    offset: int
     listening: bool
-    def __init__(self, run_id: _Optional[str] = ..., protocol: _Optional[int] = ..., peer_id: _Optional[str] = ..., stage: _Optional[int] = ..., exchange: _Optional[int] = ..., weight_version: _Optional[int] = ..., values: _Optional[str] = ..., segment_bytes: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., committed: _Optional[_Iterable[_Union[Count, _Mapping]]] = ..., listening: bool = ...) -> None: ...
+    work: int
+    usual: float
+    def __init__(self, run_id: _Optional[str] = ..., protocol: _Optional[int] = ..., peer_id: _Optional[str] = ..., stage: _Optional[int] = ..., weight_version: _Optional[int] = ..., committed: _Optional[_Iterable[_Union[Count, _Mapping]]] = ..., count: _Optional[int] = ..., segment_blocks: _Optional[int] = ..., exchange: _Optional[int] = ..., subset: _Optional[int] = ..., bits: _Optional[int] = ..., offset: _Optional[int] = ..., listening: bool = ..., work: _Optional[int] = ..., usual: _Optional[float] = ...) -> None: ...
+
+class GossipSample(_message.Message):
+    __slots__ = ("values", "steps")
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    values: bytes
+    steps: bytes
+    def __init__(self, values: _Optional[bytes] = ..., steps: _Optional[bytes] = ...) -> None: ...
 
 class GossipChunk(_message.Message):
     __slots__ = ("offset", "data")

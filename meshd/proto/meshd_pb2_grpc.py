@@ -299,9 +299,10 @@ class GossipServicer(object):
     """
 
     def Exchange(self, request_iterator, context):
-        """One pairwise exchange, opened by either replica: GossipOpen both ways, then segment by segment: both send the
-        segment's values in chunks, then GossipDone when they have the other's. A side moves a segment only after it has
-        the other's Done for it: a break leaves at most one segment moved on one side alone.
+        """One pairwise exchange, opened by either replica: GossipOpen both ways; for residues GossipSample both ways, the
+        answering side's first; then segment by segment: both send the segment's values in chunks, then GossipDone when they
+        have the other's. A side moves a segment only after it has the other's Done for it: a break leaves at most one
+        segment moved on one side alone. docs/gossip.md is the normative description.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

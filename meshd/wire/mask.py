@@ -9,14 +9,10 @@ from __future__ import annotations
 import torch
 
 from meshd.errors import MismatchError
+from meshd.splitmix import WORD, mix, outputs
 from meshd.wire.bits import pack, packed_bytes, unpack
 
 MOST_HIDDEN = 2**16
-
-_WORD = 2**64
-# SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014; output function by Stafford.
-_GAMMA = 0x9E3779B97F4A7C15
-_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 # Keys computed at a time. It bounds the memory; on a CPU they also stay in the cache, on other devices fewer launches
 # are faster.
@@ -36,14 +32,14 @@ def random_columns(
     """
     _check(hidden, keep)
     device = torch.device(device)
-    start = _mix(_mix(seed % _WORD) ^ boundary)
+    start = mix(mix(seed % WORD) ^ boundary)
     rows = max(1, (_CHUNK_CPU if device.type == "cpu" else _CHUNK_DEVICE) // hidden)
     columns = torch.arange(hidden, device=device)
     column_bits = (1 << (hidden - 1).bit_length()) - 1
     kept = torch.empty(tokens, keep, dtype=torch.int64, device=device)
     for first in range(0, tokens, rows):
         count = min(rows, tokens - first)
-        keys = _outputs(start, first * hidden, count * hidden, device).view(count, hidden)
+        keys = outputs(start, first * hidden, count * hidden, device).view(count, hidden)
         # The column in the lowest bits: no two keys of a token are equal, so every device finds the same smallest.
         keys.bitwise_and_(~column_bits).bitwise_or_(columns)
         smallest = keys.topk(keep, dim=1, largest=False, sorted=False).values
@@ -115,27 +111,3 @@ def _layout(hidden: int, keep: int) -> tuple[int, int]:
 def _check(hidden: int, keep: int) -> None:
     if not 1 <= keep <= hidden <= MOST_HIDDEN:
         raise ValueError(f"cannot keep {keep} of {hidden} columns (1 to all, of at most {MOST_HIDDEN})")
-
-
-def _mix(word: int) -> int:
-    """SplitMix64's output function on one word."""
-    for shift, factor in _ROUNDS:
-        word = (word ^ (word >> shift)) * factor % _WORD
-    return word
-
-
-def _outputs(start: int, first: int, count: int, device: torch.device) -> torch.Tensor:
-    """Outputs `first` to `first + count - 1` of SplitMix64 started at `start`: words as int64 (count,)."""
-    state = (start + (first + 1) * _GAMMA) % _WORD
-    words = torch.arange(count, device=device).mul_(_signed(_GAMMA)).add_(_signed(state))
-    for shift, factor in _ROUNDS:
-        # int64 shifts copy the sign; the mask makes the shift logical. Products wrap, as they should.
-        words.bitwise_xor_((words >> shift).bitwise_and_((1 << (64 - shift)) - 1))
-        if factor != 1:
-            words.mul_(_signed(factor))
-    return words
-
-
-def _signed(word: int) -> int:
-    """The int64 with the bits of a 64-bit word."""
-    return word - _WORD if word >= _WORD // 2 else word

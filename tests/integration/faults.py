@@ -7,6 +7,7 @@ wrapping what it does, in the thread that does it: what is struck there is struc
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from meshd.transport.memory import Delivery
 
 ORIGIN, REPLICAS, LAST = "a0", ("a1", "b1"), "a2"
 # So that payloads and exchanges have a middle: a hidden state (16 KiB) takes four chunks, an exchange some segments.
-CHUNK, SEGMENT = 4096, 1 << 18
+CHUNK, SEGMENT = 4096, 1 << 17
 _EVALUATIONS = 1 << 63
 
 
@@ -138,7 +139,7 @@ class Phases:
         for module in ("meshd.transport.chunks", "meshd.gossip.exchange"):
             monkeypatch.setattr(f"{module}.CHUNK_BYTES", CHUNK)
         for module in ("meshd.gossip.exchange", "meshd.gossip.service"):
-            monkeypatch.setattr(f"{module}.SEGMENT_BYTES", SEGMENT)
+            monkeypatch.setattr(f"{module}.SEGMENT_BLOCKS", SEGMENT)
         self._watch_computing(monkeypatch)
         self._watch_commits(monkeypatch)
         self._watch_snapshots(monkeypatch)
@@ -375,7 +376,7 @@ class Phases:
         pair = (min(sender, receiver), max(sender, receiver))
         if message.HasField("open"):
             opened = message.open
-            self._exchanges[pair] = -(-opened.payload_bytes // opened.segment_bytes)
+            self._exchanges[pair] = math.ceil(opened.count / opened.subset / opened.segment_blocks)
             return None
         if not message.HasField("done") or pair != REPLICAS:
             return None

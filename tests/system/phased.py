@@ -32,7 +32,7 @@ from meshd.transport.chunks import Assembler
 
 SLOW_S = 0.8
 # So that payloads (16 KiB) and exchanges have a middle.
-CHUNK, SEGMENT = 4096, 1 << 18
+CHUNK, SEGMENT = 4096, 1 << 17
 
 ORDERS = Path(sys.argv.pop(1))
 NAME = sys.argv[sys.argv.index("--name") + 1]
@@ -142,7 +142,7 @@ if __name__ == "__main__":
     for module in (meshd.transport.chunks, meshd.gossip.exchange):
         module.CHUNK_BYTES = CHUNK  # type: ignore[attr-defined]
     for other in (meshd.gossip.exchange, meshd.gossip.service):
-        other.SEGMENT_BYTES = SEGMENT
+        other.SEGMENT_BLOCKS = SEGMENT
     watch_messages()
     watch_computing()
     main()

@@ -24,7 +24,7 @@ from meshd.transport.memory import Delivery
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 values a segment: four segments, the last one short."""
     for module in (exchange_module, service_module):
-        monkeypatch.setattr(module, "SEGMENT_BYTES", 32)
+        monkeypatch.setattr(module, "SEGMENT_BLOCKS", 16)
 
 
 async def listen(peer: Peer, *names: str) -> bool:
@@ -207,7 +207,7 @@ def test_those_set_aside_are_forgotten_in_time() -> None:
             assert len(a.gossip_service._aside) == 4
             running = asyncio.create_task(a.gossip_service.run())
             await asyncio.sleep(60)
-            a.gossip_service.stepped()
+            a.gossip_service.stepped(8)
             await asyncio.sleep(5)
             running.cancel()
             assert not a.gossip_service._aside

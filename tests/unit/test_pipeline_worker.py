@@ -45,12 +45,12 @@ async def test_backward_goes_before_forward_before_gossip_then_in_order_of_arriv
         assert worker.waiting == 8
         gate.opened.set()
     assert done == [
-        (priority, turn) for priority in (BACKWARD, FORWARD, GOSSIP, BACKGROUND) for turn in (0, 1)
+        (priority, turn) for priority in (GOSSIP, BACKWARD, FORWARD, BACKGROUND) for turn in (0, 1)
     ]
 
 
 @pytest.mark.parametrize(
-    ("priority", "overtaking"), [(BACKWARD, 48), (FORWARD, 32), (GOSSIP, 16), (BACKGROUND, 0)]
+    ("priority", "overtaking"), [(GOSSIP, 48), (BACKWARD, 32), (FORWARD, 16), (BACKGROUND, 0)]
 )
 async def test_only_so_many_later_jobs_overtake_one_in_the_background(priority: int, overtaking: int) -> None:
     done: list[str] = []
