@@ -65,7 +65,7 @@ class ExchangeReport:
     """What an exchange did.
 
     offset: which values it covered. distance: root mean square difference of the two replicas' values before it, as far
-    as the samples tell. lag: steps that the partner is behind this replica; below 0: ahead.
+    as the samples, and what was found, tell. lag: steps that the partner is behind this replica; below 0: ahead.
     """
 
     bytes_sent: int

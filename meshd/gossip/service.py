@@ -214,6 +214,7 @@ class Gossip:
             theirs = (await exchange.next("open")).open
             mine = self._opening(theirs.exchange, theirs.bits, theirs.subset)
             check_open(mine, theirs)
+            self._check_choice(theirs)
         except (LinkLost, MismatchError, ExchangeRefused) as error:
             self._failed(name, name, error)
             await self._refuse(duplex, str(error), busy=False)
@@ -245,6 +246,18 @@ class Gossip:
         finally:
             if self._turn is turn:
                 self._turn = None
+
+    def _check_choice(self, opening: pb.GossipOpen) -> None:
+        """What an opener may choose. Residues take memory for all their values at once: no more of them than the run
+        asks for. Raises MismatchError."""
+        if opening.bits == BF16:
+            return
+        least = 1 if self._spec.bps else self._spec.subset
+        if opening.bits != self._spec.bits or opening.subset < least:
+            raise MismatchError(
+                f"gossip bits {opening.bits} of one value in {opening.subset}: this run exchanges {BF16} bits, or "
+                f"{self._spec.bits} of one value in {least} or more"
+            )
 
     async def _refuse(self, duplex: Duplex[pb.GossipMessage], reason: str, busy: bool) -> None:
         try:

@@ -19,7 +19,7 @@ from pipeline_helpers import make_run, no_prior, no_priors
 from meshd.gossip import exchange as exchange_module
 from meshd.gossip import modular
 from meshd.gossip import service as service_module
-from meshd.gossip.coordinates import covered, subset_seed
+from meshd.gossip.coordinates import Coverage, covered, subset_seed
 from meshd.gossip.distances import NEAR, Distances, regard, restraint
 from meshd.gossip.exchange import MOST_STEPS, share
 from meshd.gossip.modular import SAMPLES
@@ -837,6 +837,27 @@ def refused_and_free(what: str, liar: str) -> None:
 @pytest.mark.parametrize("what", [*EITHER, *OPENINGS])
 def test_a_wrong_sample_or_opening_is_refused_and_moves_nothing(what: str, liar: str) -> None:
     refused_and_free(what, liar)
+
+
+@pytest.mark.parametrize(("subset", "bits"), [(4, 8), (1, 3), (1, 8), (3, 3)])
+def test_an_opener_that_wants_more_than_the_run_exchanges_is_refused(subset: int, bits: int) -> None:
+    """Residues take memory for all their values at once."""
+
+    async def main() -> None:
+        async with peers("ab", **compressed("ab")) as (_, (a, b)):
+            greedy = a.gossip_service  # of the same run, which it does not keep to
+            greedy._spec = greedy._spec.model_copy(update={"bits": bits, "subset": subset})
+            greedy._coverage = Coverage(subset, 0)
+            before = b.vector
+            assert not await a.exchange("b")
+            assert b.counted("gossip_failed") == 1
+            assert torch.equal(b.vector, before)
+            # All values in bf16, a segment at a time, anybody may ask for.
+            assert await greedy.exchange_with(Replica("b", "b", "b:1"), whole=True)
+            await asyncio.sleep(0.1)
+            assert not torch.equal(b.vector, before)
+
+    virtual(main)
 
 
 @pytest.mark.parametrize("what", BY_OPENER)
