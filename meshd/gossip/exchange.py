@@ -26,15 +26,14 @@ from meshd.errors import MeshdError, MismatchError, ungrouped
 from meshd.gossip import modular
 from meshd.gossip.coordinates import MOST_SUBSET, covered, sampled, subset_seed
 from meshd.gossip.distances import FAR, regard
+from meshd.gossip.forms import BF16, Deltas, Residues, finite, raw_bytes
+from meshd.gossip.memory import READ_AHEAD, SEGMENT_BLOCKS
 from meshd.gossip.outer import OuterStep
 from meshd.gossip.values import FlatParameters
 from meshd.pipeline.worker import GOSSIP, DeviceWorker
 from meshd.proto import meshd_pb2 as pb
 from meshd.transport.base import CHUNK_BYTES, Duplex, LinkLost
 
-SEGMENT_BLOCKS = 1 << 20
-BF16 = 16
-"""Bits of values that are sent as bf16 differences to the base, not as residues."""
 CARRY = 0.5
 """Momentum goes on through exchanges with partners that count for so much or more (`regard`)."""
 MOST_STEPS = (1 << 63) - 1
@@ -162,19 +161,29 @@ class Exchange:
         part = partial(self._part, mine.subset, offset, seed)
         count = -(-self._flat.count // (mine.subset * SEGMENT_BLOCKS))
         # Residues are right by steps of the same moment, and an exchange may last longer than an inner step: what they
-        # say is read at once, with the samples. In bf16 each segment says what is there when its turn comes.
-        at_once = range(count if mine.bits != BF16 else 0)
-        ahead = await asyncio.to_thread(lambda: [part(segment) for segment in at_once])
+        # say is read at once, with the samples. In bf16 segments say what is there when their turn comes.
+        at_once = count if mine.bits != BF16 else READ_AHEAD
         at = sampled(self._flat.starts, mine.subset, offset, seed, mine.exchange)
-        sample, base, values = await self._worker.run(partial(self._read, at, ahead), GOSSIP)
-        del ahead  # as many bytes as the values and more
+
+        async def ahead(first: int) -> dict[int, torch.Tensor]:
+            """Positions of segments `first` and on, by segment: as many bytes as their values and more."""
+            numbers = range(first, min(count, first + at_once))
+            return await asyncio.to_thread(lambda: {number: part(number) for number in numbers})
+
+        segments = await ahead(0)
+        sample, base, values = await self._worker.run(
+            lambda: (*self._samples_of(at), self._read(segments)), GOSSIP
+        )
+        segments.clear()
         samples = await self._compare(mine, sample, base, opener)
         distance, amount = samples.distance, share(mine, theirs)
         _regarded(mine, theirs, samples, distance)  # before anything larger crosses
         form = Deltas() if mine.bits == BF16 else Residues(mine, self._flat, samples.codes)
         for segment in range(count):
+            if segment not in values:
+                values = await self._worker.run(partial(self._read, await ahead(segment)), GOSSIP)
             positions = await asyncio.to_thread(part, segment)
-            difference = await self._segment(segment, form, positions, values.pop(segment, None))
+            difference = await self._segment(segment, form, positions, values.pop(segment))
             # Samples may be honest where values are not.
             distance = max(distance, form.distance(difference))
             regarded = _regarded(mine, theirs, samples, distance)
@@ -198,18 +207,20 @@ class Exchange:
         positions = covered(first, end, subset, offset, seed)
         return positions[positions < self._flat.count]
 
-    def _read(
-        self, at: torch.Tensor, segments: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[int, torch.Tensor]]:
-        """This side's samples, the base's, and values by segment."""
+    def _samples_of(self, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """This side's samples and the base's: (tensors, SAMPLES)."""
         sample, base = (read(at.view(-1)).view(at.shape) for read in (self._flat.read, self._flat.base))
-        return sample, base, {number: self._flat.read(one) for number, one in enumerate(segments)}
+        return sample, base
+
+    def _read(self, segments: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """This side's values by segment, of positions by segment."""
+        return {number: self._flat.read(positions) for number, positions in segments.items()}
 
     async def _compare(
         self, mine: pb.GossipOpen, ours: torch.Tensor, base: torch.Tensor, opener: bool
     ) -> _Samples:
         """Trade samples. ours, base: (tensors, SAMPLES)."""
-        message = pb.GossipSample(values=_bytes(ours).tobytes())
+        message = pb.GossipSample(values=raw_bytes(ours).tobytes())
         self._samples = ours.nbytes + len(ours)
         codes = torch.empty(0, dtype=torch.uint8)
         if opener:
@@ -232,7 +243,7 @@ class Exchange:
         sample = (await self.next("sample")).sample
         if len(sample.values) != ours.nbytes:
             raise MismatchError(f"a sample of {len(sample.values)} bytes where {ours.nbytes} are needed")
-        return _finite(torch.frombuffer(bytearray(sample.values), dtype=torch.float32)).view(
+        return finite(torch.frombuffer(bytearray(sample.values), dtype=torch.float32)).view(
             ours.shape
         ), sample.steps
 
@@ -241,11 +252,9 @@ class Exchange:
         self._outer.averaged(positions, carry)
 
     async def _segment(
-        self, segment: int, form: Deltas | Residues, positions: torch.Tensor, values: torch.Tensor | None
+        self, segment: int, form: Deltas | Residues, positions: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """Trade one segment; values: None: those of now. Returns the partner's values minus this side's."""
-        if values is None:
-            values = await self._worker.run(lambda: self._flat.read(positions), GOSSIP)
+        """Trade one segment. Returns the partner's values minus this side's."""
         if not bool(torch.isfinite(values).all()):
             raise MismatchError("this replica's own values are not finite: it can average with nobody")
         mine = await asyncio.to_thread(form.encode, segment * SEGMENT_BLOCKS, positions, values)
@@ -328,52 +337,6 @@ class _Samples:
     codes: torch.Tensor
 
 
-class Deltas:
-    """Values as bf16 differences to the base: all that bf16 can tell, for newcomers and where bytes cost nothing."""
-
-    def encode(self, first: int, positions: torch.Tensor, values: torch.Tensor) -> bytes:
-        """values: (count,) fp32, at these positions, those of blocks `first` and on."""
-        return _bytes(values.bfloat16()).tobytes()
-
-    def difference(self, positions: torch.Tensor, mine: bytes, theirs: bytes) -> torch.Tensor:
-        """The partner's values minus this side's, as far as what crossed tells: (count,) fp32, exactly opposite on the
-        two sides. Raises MismatchError."""
-        return _finite(_bf16(theirs)).float() - _bf16(mine).float()
-
-    def distance(self, difference: torch.Tensor) -> float:
-        """Root mean square of the two sides' differences, as far as those that were found tell; 0: too few."""
-        return _size(difference)
-
-
-class Residues:
-    """Values modulo a few steps (meshd/gossip/modular.py)."""
-
-    def __init__(self, opening: pb.GossipOpen, flat: FlatParameters, codes: torch.Tensor) -> None:
-        """opening: `bits` and `exchange` are used. codes: of each tensor's step."""
-        self._bits, self._exchange, self._flat = opening.bits, opening.exchange, flat
-        self._steps = modular.steps_of(codes)
-        self._gain = modular.gain(opening.bits, opening.exchange)
-        self._noise = modular.noise(opening.bits, opening.exchange)
-
-    def encode(self, first: int, positions: torch.Tensor, values: torch.Tensor) -> bytes:
-        """As of Deltas."""
-        steps = self._steps[self._flat.tensor_of(positions)]
-        dithers = modular.dither(self._exchange, first, len(positions))
-        return modular.packed(modular.residues(values, steps, dithers, self._bits), self._bits)
-
-    def difference(self, positions: torch.Tensor, mine: bytes, theirs: bytes) -> torch.Tensor:
-        """As of Deltas."""
-        ours, others = (modular.unpacked(data, self._bits, len(positions)) for data in (mine, theirs))
-        if not modular.plausible(ours, others, self._bits):
-            raise MismatchError("the partner's values differ by more than its sample says")
-        steps = self._steps[self._flat.tensor_of(positions)].mul_(self._gain)
-        return modular.differences(ours, others, self._bits).mul(steps).float()
-
-    def distance(self, difference: torch.Tensor) -> float:
-        """As of Deltas."""
-        return _size(difference) / (self._gain * self._noise)
-
-
 def _regarded(mine: pb.GossipOpen, theirs: pb.GossipOpen, samples: _Samples, distance: float) -> float:
     """How much the partner counts at this distance, 0 to 1. Raises TooFar."""
     if mine.listening or theirs.listening:
@@ -389,11 +352,6 @@ def _regarded(mine: pb.GossipOpen, theirs: pb.GossipOpen, samples: _Samples, dis
     return regard(mine.usual, samples.mine, theirs.usual, samples.theirs, distance)
 
 
-def _size(values: torch.Tensor) -> float:
-    """Root mean square; 0 of too few to say."""
-    return values.double().square().mean().sqrt().item() if len(values) >= modular.ENOUGH else 0.0
-
-
 def _checked_codes(found: bytes, expected: torch.Tensor) -> torch.Tensor:
     """The opener's steps, which must be what the samples call for, but for rounding: no partner may stretch them."""
     codes = (
@@ -402,22 +360,3 @@ def _checked_codes(found: bytes, expected: torch.Tensor) -> torch.Tensor:
     if codes.shape != expected.shape or bool(((codes.int() - expected.int()).abs() > 1).any()):
         raise MismatchError("the partner's steps are not those that the samples call for")
     return codes
-
-
-def _finite(values: torch.Tensor) -> torch.Tensor:
-    if not bool(torch.isfinite(values).all()):
-        # C27: one NaN would reach every replica within a few exchanges.
-        raise MismatchError("the partner sent values that are not finite")
-    return values
-
-
-def _bf16(data: bytes) -> torch.Tensor:
-    return (
-        torch.frombuffer(bytearray(data), dtype=torch.bfloat16)
-        if data
-        else torch.empty(0, dtype=torch.bfloat16)
-    )
-
-
-def _bytes(values: torch.Tensor) -> memoryview:
-    return memoryview(values.contiguous().view(torch.uint8).numpy().data)

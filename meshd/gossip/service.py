@@ -13,8 +13,6 @@ from meshd.gossip.budget import Budget
 from meshd.gossip.coordinates import Coverage
 from meshd.gossip.distances import Distances
 from meshd.gossip.exchange import (
-    BF16,
-    SEGMENT_BLOCKS,
     Exchange,
     ExchangeRefused,
     ExchangeReport,
@@ -22,6 +20,8 @@ from meshd.gossip.exchange import (
     agreed_offset,
     check_open,
 )
+from meshd.gossip.forms import BF16
+from meshd.gossip.memory import SEGMENT_BLOCKS
 from meshd.gossip.outer import OuterStep
 from meshd.gossip.values import FlatParameters
 from meshd.observe.log import event

@@ -13,7 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from meshd.config.runspec import GossipSpec
 from meshd.errors import ResourceError
+from meshd.gossip.memory import gossip_bytes
 from meshd.model.cut import Tied
 from meshd.model.stage import StageModel, check_shapes
 from meshd.model.tensors import TensorFiles
@@ -22,8 +24,6 @@ from meshd.model.tensors import TensorFiles
 _PROBE_TOKENS = 61
 # AdamW keeps two moments, in fp32.
 _MOMENT_BYTES = 8
-OUTER_BYTES = 6
-"""Of a value, for an outer step: fp32 after its last exchange, momentum in bf16 (meshd/gossip/outer.py)."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,14 @@ class MemoryEstimate:
     gradients: int
     optimizer: int
     activations: int
+    gossip: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return self.weights + self.gradients + self.optimizer + self.activations + self.gossip
 
     def __str__(self) -> str:
-        parts = ("weights", "gradients", "optimizer", "activations")
+        parts = ("weights", "gradients", "optimizer", "activations", "gossip")
         listed = ", ".join(f"{part} {getattr(self, part) / 1e9:.2f}" for part in parts)
         return f"{self.total / 1e9:.2f} GB ({listed})"
 
@@ -119,10 +120,10 @@ def memory_estimate(
     microbatch: int,
     seq_len: int,
     dtype: torch.dtype = torch.float32,
-    outer: bool = False,
+    gossip: GossipSpec | None = None,
 ) -> MemoryEstimate:
-    """Bytes that training a stage takes: weights, gradients, AdamW's moments, activations of one microbatch; outer: and
-    what `gossip.outer_momentum` keeps.
+    """Bytes that training a stage takes: weights, gradients, AdamW's moments, activations of one microbatch, and what
+    gossip holds (None: there is none). What exchanges read is on the CPU; it is counted all the same on a GPU.
 
     The activations are those of one hop's backward pass after recomputation, the largest hop's; they are counted from
     what autograd saves on the meta device, so nothing is computed or allocated. Attention counts as its fused kernels
@@ -135,8 +136,9 @@ def memory_estimate(
     return MemoryEstimate(
         weights=held * dtype.itemsize,
         gradients=trainable * dtype.itemsize,
-        optimizer=trainable * (_MOMENT_BYTES + (OUTER_BYTES if outer else 0)),
+        optimizer=trainable * _MOMENT_BYTES,
         activations=int(per_token * microbatch * seq_len),
+        gossip=gossip_bytes(trainable, gossip) if gossip else 0,
     )
 
 

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import psutil
 import torch
+from transformers import PreTrainedConfig
 
+from meshd.config.runspec import ResolvedRun
 from meshd.errors import DataError, MeshdError, MismatchError, NetworkError, ResourceError
 from meshd.model.families import load_config
 from meshd.model.stage import StageModel
-from meshd.model.weights import memory_estimate
+from meshd.model.weights import MemoryEstimate, memory_estimate
 from meshd.observe.log import event
 from meshd.peer.cgroup import cgroup_room
 from meshd.peer.join import Supply
@@ -76,24 +78,24 @@ def check_memory(needed: int, parts: str, device: torch.device, stage: int, root
 async def stage_needs(supply: Supply) -> list[int]:
     """Bytes that each stage of the run takes. Fetches the model's config."""
     run = supply.run
-    resolved, data = run.resolved, run.spec.data
     config = load_config(await supply.tokenizer())
+    return await asyncio.to_thread(
+        lambda: [stage_memory(run, config, stage).total for stage in range(run.stages)]
+    )
 
-    def estimate() -> list[int]:
-        return [
-            memory_estimate(
-                config,
-                resolved.cut,
-                resolved.tied,
-                stage,
-                data.microbatch,
-                data.seq_len,
-                outer=run.spec.gossip.outer_momentum > 0.0,
-            ).total
-            for stage in range(run.stages)
-        ]
 
-    return await asyncio.to_thread(estimate)
+def stage_memory(run: ResolvedRun, config: PreTrainedConfig, stage: int) -> MemoryEstimate:
+    """What training a stage of the run takes. Seconds of work: call it off the event loop."""
+    resolved, data = run.resolved, run.spec.data
+    return memory_estimate(
+        config,
+        resolved.cut,
+        resolved.tied,
+        stage,
+        data.microbatch,
+        data.seq_len,
+        gossip=run.spec.gossip,
+    )
 
 
 def held_before(store: BundleStore, stages: int) -> int | None:
@@ -140,10 +142,7 @@ async def load_stage(supply: Supply, number: int, device: torch.device) -> Stage
     folder = await supply.tokenizer()
     features = await supply.features() if needs_priors(run.spec.wire) else None
     config = load_config(folder)
-    spec = run.spec.data
-    estimate = await asyncio.to_thread(
-        memory_estimate, config, resolved.cut, resolved.tied, number, spec.microbatch, spec.seq_len
-    )
+    estimate = await asyncio.to_thread(stage_memory, run, config, number)
     check_memory(estimate.total, str(estimate), device, number)
     await supply.base(number)
     if number == 0:

@@ -20,12 +20,12 @@ from swarm import Additions, Swarm, swarm, tiny_spec
 from meshd.config.runspec import RunSpec
 from meshd.errors import ResourceError
 from meshd.model.families import load_config
-from meshd.model.weights import memory_estimate
 from meshd.observe.log import fields_of
 from meshd.peer import loading, placing
 from meshd.peer import stage as stage_module
 from meshd.peer.capacity import Capacity
 from meshd.peer.directory import Directory
+from meshd.peer.loading import stage_memory
 from meshd.peer.stage import StagePeer
 from meshd.pipeline.worker import BACKWARD, FORWARD, DeviceWorker
 from meshd.placement import Rules
@@ -305,12 +305,8 @@ def test_an_origin_that_leaves_takes_its_own_back_over_the_ring(
 
 def needs_of(s: Swarm) -> list[int]:
     """Bytes that each stage takes."""
-    resolved, data = s.run.resolved, s.run.spec.data
     config = load_config(s.store("seed").path("run/tokenizer", "config.json").parent)
-    shape = (data.microbatch, data.seq_len)
-    return [
-        memory_estimate(config, resolved.cut, resolved.tied, n, *shape).total for n in range(s.run.stages)
-    ]
+    return [stage_memory(s.run, config, stage).total for stage in range(s.run.stages)]
 
 
 def test_newcomers_with_too_little_memory_for_one_stage_take_the_other(

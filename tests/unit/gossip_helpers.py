@@ -78,6 +78,11 @@ class Replica:
         for (_, value), new in zip(self.flat.parameters, vector.split(sizes), strict=True):
             value.copy_(new)
 
+    def stepped(self, work: int = 1) -> None:
+        """It has taken an inner step. work: as it claims."""
+        self.version += 1
+        self.work += work
+
     def opening(self, choice: pb.GossipOpen) -> pb.GossipOpen:
         return pb.GossipOpen(
             run_id="run",
@@ -151,6 +156,11 @@ class AtOnce(ThreadPoolExecutor):
 Outcome = ExchangeReport | MeshdError
 
 
+def refusals(outcomes: list[tuple[Outcome, Outcome]]) -> int:
+    """Pairs of which one refused the other for its distance."""
+    return sum(any(isinstance(outcome, TooFar) for outcome in pair) for pair in outcomes)
+
+
 class Swarm:
     """Replicas, and the randomness of their exchanges."""
 
@@ -211,6 +221,10 @@ class Swarm:
             return report
 
         return tuple(await asyncio.gather(side(0, one, other), side(1, other, one)))  # type: ignore[return-value]
+
+    def exchange_all(self) -> list[tuple[Outcome, Outcome]]:
+        """All exchange in random pairs, once. Returns how it went, of both of each pair."""
+        return [self.exchange(one, other) for one, other in self.pairs()]
 
     def pairs(self) -> Iterator[tuple[Replica, Replica]]:
         """All replicas in random pairs, once."""
@@ -315,6 +329,18 @@ class TinyTask:
         self._optimizers[at].zero_grad()
         _next_token_loss(self._models[at], text[rows]).backward()
         self._optimizers[at].step()
+
+    def train(self, swarm: Swarm, steps: int, every: int) -> list[tuple[Outcome, Outcome]]:
+        """Inner steps of the swarm's replicas, which are this task's. every: steps between exchanges of all; 0: none.
+        Returns how the exchanges went, of both of each pair."""
+        outcomes = []
+        for step in range(steps):
+            for at, replica in enumerate(swarm.replicas):
+                self.step(at)
+                replica.stepped()
+            if every and step % every == every - 1:
+                outcomes += swarm.exchange_all()
+        return outcomes
 
     @torch.no_grad()
     def loss(self, at: int) -> float:

@@ -123,8 +123,7 @@ def train(
     for step in range(STEPS):
         for at, replica in enumerate(swarm.replicas):
             replica.put(task.step(at, replica.vector))
-            replica.version += 1
-            replica.work += 1
+            replica.stepped()
         if step % EVERY == EVERY - 1:
             if exact:
                 mean = swarm.mean.float()
@@ -241,17 +240,9 @@ def test_the_small_model_gains_by_compressed_exchanges(tiny_model: Path, adapt_t
     task = TinyTask(tiny_model, adapt_text, 4)
 
     def worst_after(exchanging: bool) -> float:
-        made = task.replicas(bits=3, subset=4)
-        with Swarm(made) as swarm:
-            for step in range(48):
-                for at, replica in enumerate(made):
-                    task.step(at)
-                    replica.version += 1
-                    replica.work += 1
-                if exchanging and step % 2 == 1:
-                    for one, other in swarm.pairs():
-                        for outcome in swarm.exchange(one, other):
-                            assert isinstance(outcome, ExchangeReport), outcome
+        with Swarm(task.replicas(bits=3, subset=4)) as swarm:
+            for outcome in itertools.chain.from_iterable(task.train(swarm, 48, 2 if exchanging else 0)):
+                assert isinstance(outcome, ExchangeReport), outcome
         return max(task.loss(at) for at in range(4))
 
     task.replicas()

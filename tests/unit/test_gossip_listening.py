@@ -8,14 +8,11 @@ import logging
 import pytest
 import torch
 from google.protobuf.message import Message
-from test_gossip_exchange import BASE, Peer, in_order, peers, virtual
+from gossip_peers import BASE, Peer, in_order, peers, replica_of, segments_of, virtual
 
-from meshd.gossip import exchange as exchange_module
 from meshd.gossip import listening as listening_module
-from meshd.gossip import service as service_module
 from meshd.gossip.listening import catch_up
 from meshd.observe.log import fields_of
-from meshd.pipeline.stage import Replica
 from meshd.proto import meshd_pb2 as pb
 from meshd.transport.memory import Delivery
 
@@ -23,14 +20,11 @@ from meshd.transport.memory import Delivery
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 values a segment: four segments, the last one short."""
-    for module in (exchange_module, service_module):
-        monkeypatch.setattr(module, "SEGMENT_BLOCKS", 16)
+    segments_of(monkeypatch, 16)
 
 
 async def listen(peer: Peer, *names: str) -> bool:
-    return await catch_up(
-        peer.gossip_service, peer.stage, lambda: [Replica(name, name, f"{name}:1") for name in names]
-    )
+    return await catch_up(peer.gossip_service, peer.stage, lambda: [replica_of(name) for name in names])
 
 
 def said(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, object]]:

@@ -144,11 +144,9 @@ def test_replicas_with_momentum_get_further_where_progress_is_slow(subset: int) 
                 for replica in made:
                     noise = 0.2 * torch.randn(512, generator=generator)
                     replica.put(replica.vector - 0.01 * (replica.vector + noise))
-                    replica.version += 1
-                    replica.work += 1
+                    replica.stepped()
                 if step % 2 == 1:
-                    for one, other in swarm.pairs():
-                        swarm.exchange(one, other)
+                    swarm.exchange_all()
             return swarm.mean.square().mean().sqrt().item()
 
     plain, nesterov = left(0.0), left(0.5)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gossip_helpers import DIMENSION, SIZES, Quadratic, Replica, Swarm, TinyTask, flat_tensors
+from gossip_helpers import DIMENSION, SIZES, Quadratic, Replica, Swarm, TinyTask, flat_tensors, refusals
 
 from meshd.gossip import modular
 from meshd.gossip.distances import FAR
@@ -80,12 +80,9 @@ def gained(
         for step in range(STEPS):
             for at, replica in enumerate(made):
                 replica.put(BASE + task.step(at, replica.vector - BASE))
-                replica.version += 1
-                replica.work += boast if at == BAD else 1
+                replica.stepped(boast if at == BAD else 1)
             if step % EVERY == EVERY - 1:
-                for one, other in swarm.pairs():
-                    outcomes = swarm.exchange(one, other)
-                    refused += any(isinstance(outcome, TooFar) for outcome in outcomes)
+                refused += refusals(swarm.exchange_all())
             if step >= STEPS - STEPS // 10:
                 losses = [task.loss(replica.vector - BASE) for replica in honest]
                 means.append(sum(losses) / len(losses))
@@ -172,8 +169,7 @@ def test_two_halves_that_were_parted_for_long_accept_each_other_in_the_end() -> 
         refused, rounds = 0, 0
         while swarm.spread > 0.1 * before and rounds < 200:
             rounds += 1
-            for one, other in swarm.pairs():
-                refused += any(isinstance(outcome, TooFar) for outcome in swarm.exchange(one, other))
+            refused += refusals(swarm.exchange_all())
         assert refused > 0
         assert swarm.spread <= 0.1 * before
         # They are 50 apart. While some have met more of the other half than others, moves do not cancel.
@@ -195,8 +191,7 @@ def test_one_that_was_alone_for_long_comes_back_to_the_others() -> None:
         alone.put(alone.vector + 0.5)  # some twenty times as far as the others from each other
         before = torch.stack([other.vector for other in others]).mean(0)
         for _ in range(60):
-            for one, other in swarm.pairs():
-                swarm.exchange(one, other)
+            swarm.exchange_all()
         after = torch.stack([other.vector for other in others]).mean(0)
         assert (alone.vector - after).abs().mean().item() < 0.05
         assert (after - before).abs().mean().item() < 0.02
@@ -214,17 +209,8 @@ def gained_tiny(model: Path, text: Path, kind: str) -> tuple[float, float, int, 
     else:
         base = torch.cat([task.base[name].detach().flatten() for name in sorted(task.base)])
         lie_of(kind, made[BAD], base, 1e-3)
-    refused = 0
     with Swarm(made) as swarm:
-        for step in range(40):
-            for at, replica in enumerate(made):
-                task.step(at)
-                replica.version += 1
-                replica.work += 1
-            if step % EVERY == EVERY - 1:
-                for one, other in swarm.pairs():
-                    outcomes = swarm.exchange(one, other)
-                    refused += any(isinstance(outcome, TooFar) for outcome in outcomes)
+        refused = refusals(task.train(swarm, 40, EVERY))
     losses = [task.loss(at) for at in honest]
     return start - sum(losses) / len(losses), start - max(losses), refused, made[0].distances.usual
 

@@ -12,6 +12,7 @@ from model_helpers import CONFIGS, load_stages, save_tiny, tiny_config, whole_mo
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from meshd.config.runspec import GossipSpec
 from meshd.errors import ConfigError, DataError, MismatchError, ResourceError
 from meshd.model.export import MARKER, export, tokenizer_files
 from meshd.model.families import check_seq_len, load_config, resolve_tied
@@ -150,6 +151,24 @@ def test_frozen_tensors_need_no_gradient_memory() -> None:
     estimate = memory_estimate(config, [2], "freeze", 1, 2, 32)
     assert estimate.weights - estimate.gradients == config.vocab_size * config.hidden_size * 4
     assert "GB (weights" in str(estimate)
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_memory_estimate_counts_what_gossip_holds(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshd.gossip.memory.SEGMENT_BLOCKS", 10)
+    config = tiny_config("llama")
+
+    def gossip(**fields: object) -> int:
+        return memory_estimate(config, [2], "none", 1, 2, 32, gossip=GossipSpec(bits=bits, **fields)).gossip
+
+    values = memory_estimate(config, [2], "none", 1, 2, 32).gradients // 4
+    part = -(-values // 5)
+    assert part > 40, "more than what bf16 reads ahead"
+    # 8 bytes of position and 4 of value; some more for the segment that crosses.
+    ahead = 12 * (40 if bits == 16 else part)
+    assert ahead < gossip(subset=5) < ahead + 1000
+    assert gossip(subset=5, outer_momentum=0.5) - gossip(subset=5) == 6 * values
+    assert gossip(subset=5, bps=10**6) == gossip(subset=1), "a byte budget may choose all values"
 
 
 # ---- export ----------------------------------------------------------------------------------------------------------
