@@ -3,4 +3,4 @@
 __version__ = "0.1.0"
 
 # Version of the wire protocol (proto/meshd/v1). Peers of different versions refuse each other at the handshake.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4

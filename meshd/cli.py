@@ -55,6 +55,7 @@ class Kind(StrEnum):
 class RoleName(StrEnum):
     stage = "stage"
     seed = "seed"
+    anchor = "anchor"
 
 
 class Level(StrEnum):
@@ -74,7 +75,10 @@ RunFile = Annotated[
 ]
 Config = Annotated[Path | None, typer.Option(metavar="PEER.toml", help="Peer config; options override it.")]
 RoleOption = Annotated[
-    RoleName | None, typer.Option(help="Compute a stage, or only bootstrap and keep checkpoints.")
+    RoleName | None,
+    typer.Option(
+        help="Compute a stage; measure the whole model on clean passes; or only bootstrap and keep checkpoints."
+    ),
 ]
 Stage = Annotated[int | None, typer.Option(help="Stage to hold; left out: where the swarm needs it most.")]
 Listen = Annotated[str | None, typer.Option(help="Address to listen on (default 127.0.0.1).")]
@@ -93,6 +97,10 @@ StateDir = Annotated[
     Path | None, typer.Option(help="Identity, snapshots, caches (default ~/.local/state/meshd).")
 ]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Offload = Annotated[
+    bool | None,
+    typer.Option("--offload", help="As an anchor: keep stages on the CPU, one at a time on the device."),
+]
 Threads = Annotated[int | None, typer.Option(help="torch threads; 0: all cores.")]
 Name = Annotated[str | None, typer.Option(help="Name for people (default: host name).")]
 LogLevel = Annotated[Level | None, typer.Option(help="Least severe event that is logged.")]
@@ -198,6 +206,7 @@ def join(
     http_port: HttpPort = None,
     state_dir: StateDir = None,
     device: Device = None,
+    offload: Offload = None,
     threads: Threads = None,
     name: Name = None,
     config: Config = None,
@@ -277,6 +286,7 @@ def swarm(
     directory: Annotated[
         Path | None, typer.Option(help="State, logs, checkpoint and plot (default runs/NAME).")
     ] = None,
+    anchors: Annotated[int, typer.Option(min=0, help="Anchors: peers that measure the whole model.")] = 0,
     threads: Annotated[int, typer.Option(min=1, help="torch threads of each process.")] = 1,
     prompt: Annotated[str | None, typer.Option(help="Begin the sample continuations with this.")] = None,
     no_ui: Annotated[bool, typer.Option("--no-ui", help="Plain lines instead of a live view.")] = False,
@@ -290,6 +300,7 @@ def swarm(
         run_file=run_file.absolute(),
         spec=spec,
         replicas=_replicas(replicas, spec),
+        anchors=anchors,
         directory=(directory or Path("runs") / spec.name).absolute(),
         threads=threads,
         prompt=prompt,

@@ -44,7 +44,7 @@ from meshd.transport.grpc_server import serve
 log = logging.getLogger(__name__)
 
 _REMEMBER_S = 10.0
-_ROLES = {"stage": pb.ROLE_STAGE, "seed": pb.ROLE_SEED}
+_ROLES = {"stage": pb.ROLE_STAGE, "seed": pb.ROLE_SEED, "anchor": pb.ROLE_ANCHOR}
 
 
 async def run_daemon(
@@ -132,7 +132,7 @@ class Daemon:
             # Milliseconds, so that no two starts of one peer are alike.
             incarnation=int(self.clock.time() * 1000),
         )
-        self._peer = peer = Peer(config, me, self.clock, self.rng)
+        self._peer = peer = Peer(config, me, self.clock, self.rng, self.identity)
         if self.leaving:
             peer.leave()
         async with (

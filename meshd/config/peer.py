@@ -9,7 +9,7 @@ from pydantic import Field
 
 from meshd.config.runspec import Table
 
-Role = Literal["stage", "seed"]
+Role = Literal["stage", "seed", "anchor"]
 
 
 class PeerConfig(Table):
@@ -19,7 +19,9 @@ class PeerConfig(Table):
         Path("~/.local/state/meshd"), description="identity, snapshots, caches of this peer"
     )
     role: Role = Field(
-        "stage", description="`stage` computes; `seed` bootstraps others and keeps checkpoints"
+        "stage",
+        description="`stage` computes; `anchor` measures a copy of the whole model on clean passes; `seed` bootstraps "
+        "others and keeps checkpoints",
     )
     stage: int | None = Field(
         None, ge=0, description="stage to hold; left out: chosen from the swarm's state"
@@ -35,6 +37,11 @@ class PeerConfig(Table):
     http_listen: str = Field("127.0.0.1", description="address that `/healthz` listens on")
     device: str = Field(
         "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="`auto`, `cpu`, `cuda` or `cuda:N`"
+    )
+    offload: bool = Field(
+        False,
+        description="of an anchor: stages are kept on the CPU and visit the device one at a time, where the whole "
+        "model does not fit",
     )
     threads: int = Field(
         0, ge=0, le=1024, description="torch threads; 0: all cores of this process's affinity"

@@ -149,11 +149,28 @@ class GossipSpec(Table):
 
 
 class AnchorSpec(Table):
-    """Bounds of the anchor circuit. Nothing reads them yet: the anchor circuit is not built."""
+    """Anchors: clean passes, the priors that come of them, and what the stages do with those (docs/priors.md)."""
 
     refresh_steps: int = Field(20, ge=1, description="inner steps between priors that an anchor publishes")
-    max_staleness_steps: int = Field(30, ge=1, description="a corrector prior older than this is dropped")
-    max_staleness_s: float = Field(3600.0, gt=0.0, description="the same in seconds")
+    passes: int = Field(
+        8, ge=1, le=1024, description="clean microbatches that an anchor measures per refresh"
+    )
+    rank: int = Field(16, ge=1, le=256, description="singular triplets of a weight's gradient that cross")
+    corrector: str = Field(
+        "inject:lambda=0.15",
+        description="what stages make of their gradients with weight priors: `inject`, `filter`, `wiener`, `signed`, "
+        "`bias`, or `none`",
+    )
+    half_life_steps: float = Field(
+        20.0, gt=0.0, le=1e9, description="inner steps in which a weight prior loses half of its say"
+    )
+    max_staleness_steps: int = Field(40, ge=1, description="a weight prior older than this is dropped")
+    max_staleness_s: float = Field(
+        3600.0,
+        gt=0.0,
+        description="the same in seconds; without a codec prior for so long, senders fit their own",
+    )
+    bps: int = Field(0, ge=0, description="bits a second that a peer uploads of priors, at most; 0: no bound")
 
 
 class PipelineSpec(Table):

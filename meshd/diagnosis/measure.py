@@ -106,17 +106,23 @@ def fit_priors(
     """One prior a boundary, from passes without codecs. Raises DataError for too few tokens."""
     stats = [BoundaryStats(features, model.hidden, seed=number) for number in range(model.boundaries)]
     for batch in batches:
-
-        def watched(hidden: Tensor, boundary: int, ids: Tensor = batch.inputs) -> Tensor:
-            # The hook keeps no reference to `hidden` itself: its graph would wait for the garbage collector.
-            seen = hidden.detach()
-            _on_gradient(hidden, lambda gradient: stats[boundary].add(seen, gradient, ids))
-            return hidden
-
-        model.loss(batch, watched).backward()  # type: ignore[no-untyped-call]
+        clean_pass(model, batch, stats)
         model.take_gradients()
         tell()
     return [fit(found, boundary) for boundary, found in enumerate(stats)]
+
+
+def clean_pass(model: StagedModel, batch: Microbatch, stats: Sequence[BoundaryStats]) -> None:
+    """Forward and backward without codecs. stats: by boundary, they count the minibatch in. The parameters have the
+    gradient of the mean loss after."""
+
+    def watched(hidden: Tensor, boundary: int) -> Tensor:
+        # The hook keeps no reference to `hidden` itself: its graph would wait for the garbage collector.
+        seen = hidden.detach()
+        _on_gradient(hidden, lambda gradient: stats[boundary].add(seen, gradient, batch.inputs))
+        return hidden
+
+    model.loss(batch, watched).backward()  # type: ignore[no-untyped-call]
 
 
 def measure(
@@ -239,8 +245,14 @@ class Meter:
     backward: _Sums = field(default_factory=_Sums)
 
     def __post_init__(self) -> None:
-        there, back = codec_named(self.pair.forward), codec_named(self.pair.backward)
-        self.boundary = Boundary(there, back, on_frame=self._count)
+        self.switch(self.pair, self.prior)
+
+    def switch(self, pair: Pair, prior: BoundaryPrior | None) -> None:
+        """Go on with other codecs, or with another prior; what was counted stays."""
+        if pair != self.pair or not hasattr(self, "boundary"):
+            there, back = codec_named(pair.forward), codec_named(pair.backward)
+            self.boundary = Boundary(there, back, on_frame=self._count)
+        self.pair, self.prior = pair, prior
 
     def __call__(self, hidden: Tensor, ids: Tensor, seed: int) -> Tensor:
         """What the far side sees of `hidden` (B, T, H). Raises NotFinite, also on the way back."""

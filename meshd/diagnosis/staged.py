@@ -29,7 +29,8 @@ class StagedModel:
         for stage in self.stages:
             stage.eval()
         hops = [(hop.index, stage) for stage in self.stages for hop in stage.hops]
-        self._route = sorted(hops, key=lambda pair: pair[0])
+        self.route = sorted(hops, key=lambda pair: pair[0])
+        """(Hop, the stage that serves it), in order."""
 
     @classmethod
     def load(cls, model_dir: Path, config: PreTrainedConfig, cut: Sequence[int], tied: Tied) -> StagedModel:
@@ -42,7 +43,7 @@ class StagedModel:
     @property
     def boundaries(self) -> int:
         """Places where a hidden state crosses: one more with a ring."""
-        return len(self._route) - 1
+        return len(self.route) - 1
 
     @property
     def hidden(self) -> int:
@@ -60,7 +61,7 @@ class StagedModel:
     def loss(self, batch: Microbatch, cross: Cross) -> Tensor:
         """Mean loss over the label tokens, nats, with `cross` at every boundary."""
         x = batch.inputs
-        for hop, stage in self._route:
+        for hop, stage in self.route:
             x = stage(hop, x, batch.document_starts)
             if hop < self.boundaries:
                 x = cross(x, hop)

@@ -166,7 +166,7 @@ def _age_key(record: pb.Record) -> tuple[int, int]:
 
 def content_problem(record: pb.Record) -> str | None:
     """What in the record's fields is out of its bounds (meshd.proto), or None."""
-    if record.role not in (pb.ROLE_STAGE, pb.ROLE_SEED):
+    if record.role not in (pb.ROLE_STAGE, pb.ROLE_SEED, pb.ROLE_ANCHOR):
         return f"unknown role {record.role}"
     if record.state not in pb.PeerState.values():
         return f"unknown state {record.state}"

@@ -4,7 +4,7 @@
     id = "12D3KooW..."           # named by `meshd` at its start
     address = "10.0.0.2:31331"   # host:port of its gRPC server: what it was given as --announce and --port
     stage = 0                    # left out: where the swarm needs it most
-    role = "stage"               # or "seed"; left out: stage
+    role = "stage"               # or "seed", or "anchor"; left out: stage
     name = "attic"               # left out: none
 
     run_id = "..."               # above the peers; left out: whatever run the link names
@@ -44,6 +44,7 @@ _LIFE_S = 15.0
 # A peer that hangs must not hold up a refresh, which the daemon makes every few seconds.
 _ANSWER_S = 3.0
 _Stamp = tuple[int, int, int]
+_ROLES = {"stage": pb.ROLE_STAGE, "seed": pb.ROLE_SEED, "anchor": pb.ROLE_ANCHOR}
 
 
 class _Entry(BaseModel):
@@ -52,7 +53,7 @@ class _Entry(BaseModel):
     id: str
     address: str = Field(pattern=r"^\S+:\d{1,5}$", max_length=256)
     stage: int = Field(-1, ge=-1)
-    role: Literal["stage", "seed"] = "stage"
+    role: Literal["stage", "seed", "anchor"] = "stage"
     name: str = Field("", max_length=64)
 
     @field_validator("id")
@@ -67,7 +68,7 @@ class _Entry(BaseModel):
             run_id=run_id,
             peer_id=self.id,
             name=self.name,
-            role=pb.ROLE_STAGE if self.role == "stage" else pb.ROLE_SEED,
+            role=_ROLES[self.role],
             stage=self.stage,
             address=self.address,
             expires=expires,

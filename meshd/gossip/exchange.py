@@ -18,7 +18,7 @@ import zlib
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -102,13 +102,14 @@ def check_open(mine: pb.GossipOpen, theirs: pb.GossipOpen) -> None:
 
 
 def agreed_offset(mine: pb.GossipOpen, theirs: pb.GossipOpen, opener: bool) -> int:
-    """The offset that an exchange covers: the opener's of an even exchange, of an odd one the answering side's. Pure.
+    """The offset that an exchange covers: the opener's of an even exchange, and when it listens; of another the
+    answering side's. Pure.
 
     Of two replicas usually the same one opens. Were the choice always its own, coordinates that others exchange often
-    would be left behind in the one that never opens.
+    would be left behind in the one that never opens. A listener alone takes something from the exchange.
     """
     opening, answer = (mine, theirs) if opener else (theirs, mine)
-    return answer.offset if mine.exchange % 2 else opening.offset
+    return answer.offset if mine.exchange % 2 and not opening.listening else opening.offset
 
 
 def share(mine: pb.GossipOpen, theirs: pb.GossipOpen) -> float:
@@ -179,11 +180,14 @@ class Exchange:
         distance, amount = samples.distance, share(mine, theirs)
         _regarded(mine, theirs, samples, distance)  # before anything larger crosses
         form = Deltas() if mine.bits == BF16 else Residues(mine, self._flat, samples.codes)
+        ways = _Ways(not mine.listening, mine.listening or not theirs.listening)
         for segment in range(count):
             if segment not in values:
                 values = await self._worker.run(partial(self._read, await ahead(segment)), GOSSIP)
             positions = await asyncio.to_thread(part, segment)
-            difference = await self._segment(segment, form, positions, values.pop(segment))
+            difference = await self._segment(segment, form, positions, values.pop(segment), ways)
+            if difference is None:
+                continue
             # Samples may be honest where values are not.
             distance = max(distance, form.distance(difference))
             regarded = _regarded(mine, theirs, samples, distance)
@@ -252,21 +256,28 @@ class Exchange:
         self._outer.averaged(positions, carry)
 
     async def _segment(
-        self, segment: int, form: Deltas | Residues, positions: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        """Trade one segment. Returns the partner's values minus this side's."""
+        self,
+        segment: int,
+        form: Deltas | Residues,
+        positions: torch.Tensor,
+        values: torch.Tensor,
+        ways: _Ways,
+    ) -> torch.Tensor | None:
+        """Trade one segment. Returns the partner's values minus this side's; None: it only listens."""
         if not bool(torch.isfinite(values).all()):
             raise MismatchError("this replica's own values are not finite: it can average with nobody")
         mine = await asyncio.to_thread(form.encode, segment * SEGMENT_BLOCKS, positions, values)
         with ungrouped():
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._send(mine))
-                receiving = tasks.create_task(self._receive(len(mine)))
+                tasks.create_task(self._send(mine if ways.out else b""))
+                receiving = tasks.create_task(self._receive(len(mine) if ways.back else 0))
         theirs = receiving.result()
-        difference = await asyncio.to_thread(form.difference, positions, mine, theirs)
+        difference = None
+        if ways.back:
+            difference = await asyncio.to_thread(form.difference, positions, mine, theirs)
         await self._give(pb.GossipMessage(done=pb.GossipDone(segment=segment, checksum=zlib.crc32(theirs))))
         done = await self.next("done")
-        if done.done.segment != segment or done.done.checksum != zlib.crc32(mine):
+        if done.done.segment != segment or done.done.checksum != zlib.crc32(mine if ways.out else b""):
             raise MismatchError(f"the partner confirmed something else than segment {segment} as it was sent")
         return difference
 
@@ -320,6 +331,13 @@ class Exchange:
             raise LinkLost(
                 f"{self._duplex.remote} did not {what} anything for {self._timeout_s:.0f} s"
             ) from None
+
+
+class _Ways(NamedTuple):
+    """Which values cross: this side's `out`, the partner's `back`. A listener's are of no use to the other side."""
+
+    out: bool
+    back: bool
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ USEFUL: Mapping[str, str] = {
     "evaluation_sent_bytes": "carried an evaluation",
     "evaluations_scored": "scored an evaluation",
     "snapshots_kept": "kept a snapshot",
+    "gossip_followed": "followed a replica",
+    "anchor_passes": "ran a clean pass",
 }
 
 

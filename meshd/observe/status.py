@@ -21,6 +21,8 @@ from meshd.transport.base import LinkLost, Transport
 # A peer whose last record is older than this is shown as silent (records are renewed several times as often).
 SILENT_S = 30.0
 
+# Of peers that hold no stage of their own.
+_UNSTAGED = {pb.ROLE_SEED: "seed", pb.ROLE_ANCHOR: "anchor"}
 STATES = {
     pb.PEER_STATE_STARTING: ("starting", "yellow"),
     pb.PEER_STATE_JOINING: ("joining", "yellow"),
@@ -66,7 +68,7 @@ class SwarmSummary:
 
     tokens_per_s: label tokens through all stage-0 replicas. loss: newest training loss, held_out: newest evaluation,
     both nats per token, None before the first. eta_s: seconds to the stop condition, None when nothing moves.
-    stages: peers by stage, ascending; seeds: peers that hold none.
+    stages: peers by stage, ascending; seeds: peers that hold none, anchors too.
     """
 
     tokens: int
@@ -85,7 +87,7 @@ def summarize(reply: pb.StatusReply) -> SwarmSummary:
     stages: dict[int, list[pb.PeerStatus]] = {}
     seeds = []
     for peer in sorted(peers.values(), key=lambda peer: (peer.name, peer.peer_id)):
-        if peer.role == pb.ROLE_SEED or peer.stage < 0:
+        if peer.role in _UNSTAGED or peer.stage < 0:
             seeds.append(peer)
         else:
             stages.setdefault(peer.stage, []).append(peer)
@@ -143,7 +145,7 @@ def peers_table(summary: SwarmSummary) -> Table:
         for number, peer in enumerate(peers):
             table.add_row(str(stage) if number == 0 else "", *_cells(peer))
     for peer in summary.seeds:
-        table.add_row("seed" if peer.role == pb.ROLE_SEED else "none", *_cells(peer))
+        table.add_row(_UNSTAGED.get(peer.role, "none"), *_cells(peer))
     return table
 
 
@@ -153,12 +155,12 @@ def _cells(peer: pb.PeerStatus) -> list[Text]:
         word, style = f"silent for {duration(peer.age_s)}", "red"
     elif peer.metrics.get("healthy", 1.0) == 0.0:
         word, style = f"{word}, of no use", "red"
-    holds_stage = peer.role != pb.ROLE_SEED
+    trains, steps = peer.role not in _UNSTAGED, peer.role != pb.ROLE_SEED
     return [
         Text(peer.name or peer.peer_id[-8:]),
         Text(word, style=style),
-        Text(f"{peer.tokens_per_s:,.0f}" if holds_stage else ""),
-        Text(str(peer.weight_version) if holds_stage else ""),
+        Text(f"{peer.tokens_per_s:,.0f}" if trains else ""),
+        Text(str(peer.weight_version) if steps else ""),
         Text(peer.doing),
         Text(peer.last_error, style="red"),
     ]

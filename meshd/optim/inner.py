@@ -6,7 +6,7 @@ mean over its tokens, whatever the microbatches' sizes (DESIGN section 2.6).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +18,14 @@ from meshd.errors import MismatchError
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
+Correct = Callable[[str, torch.Tensor], torch.Tensor]
+"""Takes a parameter's name and its mean gradient; returns, in the same shape, the gradient that AdamW sees."""
+
+
 @dataclass(frozen=True)
 class StepReport:
-    """What an inner step did. norm: gradient norm before clipping, of the mean gradient. skipped: nothing was
-    changed, because the gradient was not finite."""
+    """What an inner step did. norm: of the mean gradient, corrected, before clipping. skipped: nothing was changed,
+    because the gradient was not finite."""
 
     tokens: int
     norm: float
@@ -66,23 +70,27 @@ class InnerOptimizer:
         self._adamw.zero_grad(set_to_none=False)
         return lost
 
-    def step(self, lr: float) -> StepReport:
-        """One step on the mean of what was added; the accumulator is empty after.
+    def step(self, lr: float, correct: Correct | None = None) -> StepReport:
+        """One step on the mean of what was added; the accumulator is empty after. correct: what the clean gradients
+        say of it comes first, then clipping (DESIGN section 5).
 
         Whatever AdamW raises (memory that ran out) leaves the accumulator spoilt: `discard` it.
         """
         tokens = self._tokens
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        found = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        gradients = list(found.values())
         if tokens == 0 or not gradients:
             return StepReport(0, 0.0, lr, skipped=True)
-        norm = torch.nn.utils.get_total_norm(gradients).item() / tokens
+        torch._foreach_mul_(gradients, 1.0 / tokens)
+        if correct is not None:
+            for name, gradient in found.items():
+                gradient.copy_(correct(name, gradient))
+        norm = torch.nn.utils.get_total_norm(gradients).item()
         if norm != norm or norm == float("inf"):
             self.discard()
             return StepReport(tokens, norm, lr, skipped=True)
-        scale = 1.0 / tokens
         if self._spec.clip and norm > self._spec.clip:
-            scale *= self._spec.clip / norm
-        torch._foreach_mul_(gradients, scale)
+            torch._foreach_mul_(gradients, self._spec.clip / norm)
         for group in self._adamw.param_groups:
             group["lr"] = lr
         try:

@@ -31,6 +31,7 @@ class DaemonHandlers:
         self.donor: Donor | None = None
         self.serve_link: Callable[[Duplex[pb.LinkMessage]], Awaitable[None]] | None = None
         self.serve_gossip: Callable[[Duplex[pb.GossipMessage]], Awaitable[None]] | None = None
+        self.serve_offer: Callable[[pb.PriorOffer], Awaitable[pb.PriorAnswer]] | None = None
 
     async def hello(self, request: pb.HelloRequest) -> pb.HelloReply:
         if request.protocol != PROTOCOL_VERSION:
@@ -71,6 +72,11 @@ class DaemonHandlers:
         if self.serve_gossip is None:
             raise self._not_ready("averages no stage")
         await self.serve_gossip(duplex)
+
+    async def offer(self, request: pb.PriorOffer) -> pb.PriorAnswer:
+        if self.serve_offer is None:
+            raise self._not_ready("uses no priors")
+        return await self.serve_offer(request)
 
     async def list_bundles(self, request: pb.ListRequest) -> pb.ListReply:
         return await self._donor().list_bundles(request)

@@ -128,8 +128,13 @@ class Supply:
 
     async def prior(self, name: bytes, address: str, rank: int) -> None:
         """Bring a codec prior here from the peer that named it. rank: of the token features. Raises NetworkError."""
+        await self.named(bundle_of(name), address, most_bytes(self.run.resolved.hidden, rank))
+
+    async def named(self, bundle: str, address: str, most: int) -> None:
+        """Bring a bundle of at most so many bytes here from one peer. What is in it is not checked. Raises
+        NetworkError."""
         await fetch_bundle(
-            bundle_of(name),
+            bundle,
             [address],
             self.transport,
             self.store,
@@ -137,7 +142,7 @@ class Supply:
             clock=self.clock,
             rng=self.rng,
             patience_s=10.0,
-            max_bytes=most_bytes(self.run.resolved.hidden, rank),
+            max_bytes=most,
         )
 
     async def live(self, stage: int, donors: list[str]) -> int:

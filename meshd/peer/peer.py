@@ -13,9 +13,11 @@ from meshd.config.runspec import ResolvedRun
 from meshd.discovery.dht import DhtRegistry
 from meshd.discovery.registry import Registry
 from meshd.discovery.static import StaticRegistry
+from meshd.identity import Identity
 from meshd.observe.log import event
 from meshd.observe.metrics import Metrics
 from meshd.optim.schedule import TokenCounter
+from meshd.peer.anchor import AnchorPeer
 from meshd.peer.directory import Directory, Self
 from meshd.peer.handlers import DaemonHandlers
 from meshd.peer.join import Supply, fetch_run
@@ -34,18 +36,20 @@ log = logging.getLogger(__name__)
 
 
 class Peer:
-    """`handlers` are to be served at `me.address` before `run` is called."""
+    """`handlers` are to be served at `me.address` before `run` is called. identity: signs what an anchor publishes."""
 
-    def __init__(self, config: PeerConfig, me: Self, clock: Clock, rng: random.Random) -> None:
+    def __init__(
+        self, config: PeerConfig, me: Self, clock: Clock, rng: random.Random, identity: Identity | None = None
+    ) -> None:
         # Here, and not where the stage is loaded: most of a daemon's threads start in between.
         heap.set_up()
-        self._config, self.me, self._clock, self._rng = config, me, clock, rng
+        self._config, self.me, self._clock, self._rng, self._identity = config, me, clock, rng, identity
         self.metrics = Metrics(clock)
         self.status = StatusBoard(me, clock, self.metrics)
         self.handlers = DaemonHandlers(me, clock, self.status)
         self.watchdog = Watchdog(me, self.metrics, clock, lambda: self.status.doing(), self.status.waits)
         self.status.health = self.watchdog.health
-        self.role: SeedPeer | StagePeer | None = None
+        self.role: SeedPeer | StagePeer | AnchorPeer | None = None
         self._playing: asyncio.Task[None] | None = None
         self._left = False
 
@@ -90,6 +94,9 @@ class Peer:
         event(log, "run_known", name=run.spec.name, run_id=run.run_id, stages=run.stages)
         if self._config.role == "seed":
             self.role = SeedPeer(run, supply, parts.handlers, parts.status)
+        elif self._config.role == "anchor":
+            assert self._identity is not None
+            self.role = AnchorPeer(self._config, supply, parts, self._identity, self._rng)
         else:
             self.role = StagePeer(self._stage_config(directory.registry), supply, parts, self._rng)
         await self.role.run()

@@ -26,6 +26,7 @@ from meshd.model.sources import resolve_source
 from meshd.model.tensors import TensorFiles
 from meshd.model.weights import write_base
 from meshd.observe.log import event
+from meshd.optim.corrector import corrector_named
 from meshd.priors.features import FEATURES, TokenFeatures
 from meshd.state.bundle import BundleStore
 from meshd.state.disk import disk_faults, write_synced
@@ -69,11 +70,15 @@ def save_run(directory: Path, run: ResolvedRun) -> None:
 
 
 def check_spec(spec: RunSpec) -> None:
-    """What a run spec alone cannot know is wrong with it: codec names and bounds between tables. Raises ConfigError."""
+    """What a run spec alone cannot know is wrong with it: names of codecs and corrector, bounds between tables.
+
+    Raises ConfigError.
+    """
     boundaries = {"wire": spec.wire, **{f"wire.boundary.{n}": b for n, b in spec.wire.boundary.items()}}
     for field, boundary in boundaries.items():
         for direction, name in (("forward", boundary.forward), ("backward", boundary.backward)):
             codec_named(name, f"{field}.{direction}")
+    corrector_named(spec.anchors.corrector, "anchors.corrector")
     if spec.optim.inner_batch < spec.data.microbatch:
         raise ConfigError(
             "optim.inner_batch",

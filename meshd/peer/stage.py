@@ -35,6 +35,7 @@ from meshd.peer.loading import (
 )
 from meshd.peer.parts import Parts
 from meshd.peer.placing import claim_stage, next_move
+from meshd.peer.priors import StagePriors
 from meshd.peer.snapshots import Snapshots, base_of
 from meshd.peer.visits import Visits
 from meshd.pipeline.injector import Injector
@@ -185,10 +186,12 @@ class StagePeer:
         )
         self._doing = f"listening: following a working replica of stage {number} before it counts"
         await catch_up(gossip, stage, lambda: directory.ahead(number, runtime.version))
+        anchored = StagePriors(stage, number, pipeline, self._supply)
         self._intake = Intake(pipeline)
         visits = Visits(f"{me.name} does not serve stage {number} any more")
         handlers.serve_link = visits.serving(self._intake.serve)
         handlers.serve_gossip = visits.serving(gossip.serve)
+        handlers.serve_offer = anchored.relay.serve
         directory.on_change = pipeline.wake
         me.state, me.weight_version = pb.PEER_STATE_WORKING, runtime.version
         self._status.doing = lambda: self._says(pipeline)
@@ -207,6 +210,7 @@ class StagePeer:
                 services = [
                     tasks.create_task(pipeline.run()),
                     tasks.create_task(gossip.run()),
+                    tasks.create_task(anchored.run()),
                     tasks.create_task(self._watch(worker)),
                     tasks.create_task(snapshots.run()),
                     tasks.create_task(self._source(pipeline, snapshots, number)),
@@ -217,7 +221,7 @@ class StagePeer:
                 for service in services:
                     service.cancel()
         finally:
-            handlers.serve_link = handlers.serve_gossip = None
+            handlers.serve_link = handlers.serve_gossip = handlers.serve_offer = None
             visits.end()
         try:
             await snapshots.save_live()

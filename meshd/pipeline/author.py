@@ -41,10 +41,13 @@ class Author:
         self._store, self._links, self._changed = store, links, changed
         self._clock, self._metrics = clock, metrics
         self._held: dict[int, bytes] = {}
-        for crossing in crossings:
-            prior = store.newest(crossing.boundary) if crossing.adapts else None
+        self._crossings = {crossing.boundary: crossing for crossing in crossings if crossing.adapts}
+        # One prior of a boundary at a time: neighbours hold few.
+        self._turns = {boundary: asyncio.Lock() for boundary in self._crossings}
+        for crossing in self._crossings.values():
+            prior = store.newest(crossing.boundary)
             if prior is not None:
-                self._use(crossing, prior)
+                self._use(crossing, prior, trial=True)
 
     async def publish(self, crossing: Crossing, stats: BoundaryStats, measured: int) -> None:
         """Make a prior of what was measured, and use it once the neighbours have it. Where none comes of it (a full
@@ -59,8 +62,11 @@ class Author:
             crossing.measure()
             return
         try:
-            await self._spread(crossing.boundary, prior.name)
-            self._use(crossing, prior)
+            async with self._turns[crossing.boundary]:
+                if crossing.prior is not None:  # an anchor's has come meanwhile
+                    return
+                await self._spread(crossing.boundary, prior.name)
+                self._use(crossing, prior)
         finally:
             self._store.release(prior.name)
         self._metrics.count("priors_fitted")
@@ -72,6 +78,23 @@ class Author:
             tokens=stats.tokens,
             size_bytes=len(data),
         )
+
+    async def adopt(self, prior: BoundaryPrior) -> None:
+        """Use an anchor's prior once the neighbours have it, unless it is no newer than what was used last. The caller
+        holds it."""
+        if prior.boundary not in self._crossings:
+            return
+        async with self._turns[prior.boundary]:
+            if not self._newer(prior):
+                return
+            await self._spread(prior.boundary, prior.name)
+            self._use(self._crossings[prior.boundary], prior, trial=True)
+        self._metrics.count("priors_used")
+        event(log, "prior_adopted", boundary=prior.boundary, prior=prior.name.hex()[:16])
+
+    def _newer(self, prior: BoundaryPrior) -> bool:
+        used = self._store.get(self.current(prior.boundary))
+        return used is None or (used.measured, used.name) < (prior.measured, prior.name)
 
     def current(self, boundary: int) -> bytes:
         """Name of the newest prior that this peer has used for a boundary; empty: none."""
@@ -89,9 +112,9 @@ class Author:
             await self._changed()
         event(log, "prior_spreads_slowly", level=logging.WARNING, boundary=boundary, lacking=len(lacking))
 
-    def _use(self, crossing: Crossing, prior: BoundaryPrior) -> None:
+    def _use(self, crossing: Crossing, prior: BoundaryPrior, trial: bool = False) -> None:
         before = self._held.get(crossing.boundary)
         self._held[crossing.boundary] = self._store.hold(prior.name).name
         if before is not None:
             self._store.release(before)
-        crossing.use(prior)
+        crossing.use(prior, trial)

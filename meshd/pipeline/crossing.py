@@ -25,6 +25,9 @@ _CHECK_EVERY = 16
 _CHECKS = 8
 # A prior is worn once its error is so many times what it was when it was new.
 _WORN = 1.25
+# Another's prior that is new is no good when its error is so many times that of the one before, or, where there was
+# none, that of sending nothing.
+_WORSE = 1.5
 # Tokens under a prior for each one that was measured for it, at least: a measured token costs many times the bytes of
 # others, and text whose error wanders would be measured all the time.
 _LEAST_USE = 64
@@ -54,6 +57,11 @@ class Wear:
         self._last.append(error)
         return len(self._last) == _CHECKS and sum(self._last) > _WORN * sum(self._first)
 
+    @property
+    def tried(self) -> float | None:
+        """Mean error of the first checks, once there are enough."""
+        return sum(self._first) / _CHECKS if len(self._first) == _CHECKS else None
+
 
 class Crossing:
     """One boundary, at one of its ends.
@@ -82,15 +90,21 @@ class Crossing:
         self._measuring = self.adapts and features is not None
         self._frames = self._used = 0
         self._wear = Wear()
+        self._usual: float | None = None  # error of the last prior that was tried
+        self._on_trial = False
+        self.worse = b""
+        """Name of the last of others' priors that was given up because it was worse than what there was before."""
 
     @property
     def prior(self) -> BoundaryPrior | None:
         """What hidden states are encoded with; None: there is none, or it is worn."""
         return self._prior
 
-    def use(self, prior: BoundaryPrior) -> None:
-        """Encode with `prior` from the next frame on."""
-        self._used, self._wear = 0, Wear()
+    def use(self, prior: BoundaryPrior, trial: bool = False) -> None:
+        """Encode with `prior` from the next frame on. trial: another peer made it, and it may be no good."""
+        if not self._on_trial:
+            self._usual = self._wear.tried or self._usual
+        self._used, self._wear, self._on_trial = 0, Wear(), trial
         self._measuring, self._stats = False, None
         self._prior = prior
 
@@ -126,7 +140,15 @@ class Crossing:
         # By token: a few with huge norms would otherwise be all that is seen.
         error = (decoded - x).square().sum(-1) / x.square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
         self.error = float(error.mean())
-        if self._wear.worn(self.error) and self._used >= _LEAST_USE * prior.tokens:
+        worn = self._wear.worn(self.error)
+        if self._on_trial and (tried := self._wear.tried) is not None:
+            self._on_trial = False
+            if tried >= (1.0 if self._usual is None else _WORSE * self._usual):
+                event(log, "prior_worse", boundary=self.boundary, now=round(tried, 4), before=self._usual)
+                self.worse, self._wear = prior.name, Wear()
+                self.measure()
+                return
+        if worn and self._used >= _LEAST_USE * prior.tokens:
             event(log, "prior_worn", boundary=self.boundary, now=round(self.error, 4), tokens=self._used)
             self.measure()
 

@@ -3,17 +3,20 @@ sockets: it runs in the device's thread (`meshd.pipeline.worker`)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from meshd.anchor.library import Corrected, Correction, Corrections
 from meshd.config.runspec import ResolvedRun
 from meshd.data.microbatch import Microbatch
 from meshd.errors import MeshdError, MismatchError
 from meshd.model.loss import token_loss
 from meshd.model.stage import StageModel, check_shapes
+from meshd.optim.corrector import corrector_named, decoder_matrix
 from meshd.optim.inner import InnerOptimizer, StepReport
 from meshd.optim.schedule import StepGate, learning_rate
 from meshd.pipeline import heap
@@ -67,22 +70,28 @@ class Work:
 
 @dataclass(frozen=True)
 class Pace:
-    """What the swarm looked like when a gradient was added: it decides whether and how far to step."""
+    """What the swarm looked like when a gradient was added: it decides whether and how far to step.
+
+    time: seconds since the epoch. Left out, whatever is dated is too old.
+    """
 
     global_tokens: int
     live_replicas: int
+    time: float = math.inf
 
 
 @dataclass(frozen=True)
 class Returned:
     """Result of a backward pass. gradient: for the previous hop, None at the hop that embeds. addition: its number
     (`meshd.pipeline.keeping`). measured: enough of what
-    crosses the boundary behind this hop for a prior of it, if it has become enough with this pass."""
+    crosses the boundary behind this hop for a prior of it, if it has become enough with this pass. corrected: what the
+    step was corrected with; None without a step, or without a correction."""
 
     gradient: Draft | None
     step: StepReport | None
     addition: int
     measured: BoundaryStats | None = None
+    corrected: Corrected | None = None
 
 
 class StageRuntime:
@@ -108,10 +117,21 @@ class StageRuntime:
         self.version = 0
         self.keeping = Keeping()
         self.finished = False
+        self.correction: Correction | None = None
+        """What the next steps are corrected with. Swapped by whoever merges priors, at any time and in any thread."""
+        self._corrector = corrector_named(run.spec.anchors.corrector)
         self._gate = StepGate(run.spec.batch_tokens)
         # With a ring, stage 0 sees a microbatch's gradient twice; its tokens count once, when they come back last.
         self.counting_hop = min(hop.index for hop in model.hops)
         model.train()
+
+    def corrected_weights(self) -> dict[str, torch.Size]:
+        """Shapes of the weights whose gradients are corrected, by name; empty where the run corrects none."""
+        if self._corrector is None:
+            return {}
+        family = self.model.family
+        shapes = {name: parameter.shape for name, parameter in self.model.trainable().items()}
+        return {name: shape for name, shape in shapes.items() if decoder_matrix(name, shape, family)}
 
     def incoming(self, hop: int, work: Work) -> CodecContext:
         """What is known of the hidden state that the hop is given."""
@@ -222,24 +242,37 @@ class StageRuntime:
             context = replace(self.incoming(hop, work), direction="backward", outliers=outliers)
             draft = self.crossings[hop - 1].draft(outgoing, context)
         self.keeping.added += 1
-        step = None
+        step = corrected = None
         if hop == self.counting_hop and not self.finished:
             tokens = work.batch.label_tokens
             self.optimizer.added(tokens)
             if self._gate.add(tokens, pace.live_replicas):
-                step = self._step(pace.global_tokens)
-        return Returned(draft, step, self.keeping.added)
+                step, corrected = self._step(pace)
+        return Returned(draft, step, self.keeping.added, corrected=corrected)
 
-    def _step(self, global_tokens: int) -> StepReport:
+    def _step(self, pace: Pace) -> tuple[StepReport, Corrected | None]:
         spec = self.run.spec
-        lr = learning_rate(spec.optim, global_tokens // spec.batch_tokens, spec.total_steps)
-        report = self.optimizer.step(lr)
+        lr = learning_rate(spec.optim, pace.global_tokens // spec.batch_tokens, spec.total_steps)
+        corrections, corrected = self._corrections(pace.time), None
+        if corrections is None:
+            report = self.optimizer.step(lr)
+        else:
+            report = self.optimizer.step(lr, corrections.correct)
+            corrected = corrections.report(self.version, pace.time)
         self.version += not report.skipped
         # Skipped ones as well: their gradient was not finite, and is thrown away.
         self.keeping.stepped = self.keeping.added
         if self.device.type == "cpu":
             heap.give_back()
-        return report
+        return report, corrected
+
+    def _corrections(self, now: float) -> Corrections | None:
+        """Of the step that is due; None where there is no prior within its bounds."""
+        correction = self.correction  # one reference: it may be swapped meanwhile
+        if self._corrector is None or correction is None:
+            return None
+        strength = correction.fade(self.run.spec.anchors, self.version, now)
+        return Corrections(self._corrector, correction, strength) if strength > 0 else None
 
     @torch.no_grad()
     def adopt(self, weights: Mapping[str, torch.Tensor]) -> None:

@@ -16,6 +16,7 @@ from meshd.pipeline.exhaustion import OutOfMemory
 from meshd.pipeline.onward import Onward
 from meshd.pipeline.runtime import NonFinite, Pace, Returned, StaleMicrobatch, Work
 from meshd.pipeline.stage import Stage
+from meshd.priors.boundary import BoundaryPrior
 from meshd.proto import meshd_pb2 as pb
 from meshd.wire import Draft, Frame, Readied, read
 
@@ -50,6 +51,10 @@ class Pipeline:
     def wake(self) -> None:
         """Routes may have changed: let those who wait look again."""
         self._onward.wake()
+
+    async def adopt(self, prior: BoundaryPrior) -> None:
+        """Send with an anchor's codec prior, which is held by the caller, once the neighbours have it."""
+        await self._onward.author.adopt(prior)
 
     def learn(self, counts: Iterable[pb.Count]) -> None:
         """Merge what a peer says of the global token counter."""
@@ -154,7 +159,7 @@ class Pipeline:
         return result
 
     def _pace(self) -> Pace:
-        return Pace(self.stage.counter.total, self.stage.around.live_replicas())
+        return Pace(self.stage.counter.total, self.stage.around.live_replicas(), self.stage.clock.time())
 
     def _returned(self, hop: int, returned: Returned, label_tokens: int) -> None:
         metrics, runtime = self.stage.metrics, self.stage.runtime
@@ -169,6 +174,10 @@ class Pipeline:
             metrics.count("steps_skipped_nonfinite" if returned.step.skipped else "steps")
             metrics.gauge("gradient_norm", returned.step.norm)
             metrics.gauge("learning_rate", returned.step.lr)
+            if returned.corrected is not None:
+                metrics.count("steps_corrected")
+                metrics.gauge("corrector_effective_rank", returned.corrected.effective_rank)
+                metrics.gauge("corrector_cosine", returned.corrected.cosine)
             self.stage.around.stepped(returned.step)
 
     async def _computed(self, job: Awaitable[worker.T], partial: bool) -> worker.T:

@@ -12,6 +12,7 @@ class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROLE_UNSPECIFIED: _ClassVar[Role]
     ROLE_STAGE: _ClassVar[Role]
     ROLE_SEED: _ClassVar[Role]
+    ROLE_ANCHOR: _ClassVar[Role]
 
 class PeerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -22,9 +23,16 @@ class PeerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PEER_STATE_WORKING: _ClassVar[PeerState]
     PEER_STATE_DRAINING: _ClassVar[PeerState]
     PEER_STATE_FINISHED: _ClassVar[PeerState]
+
+class PriorKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PRIOR_KIND_UNSPECIFIED: _ClassVar[PriorKind]
+    PRIOR_KIND_BOUNDARY: _ClassVar[PriorKind]
+    PRIOR_KIND_WEIGHTS: _ClassVar[PriorKind]
 ROLE_UNSPECIFIED: Role
 ROLE_STAGE: Role
 ROLE_SEED: Role
+ROLE_ANCHOR: Role
 PEER_STATE_UNSPECIFIED: PeerState
 PEER_STATE_STARTING: PeerState
 PEER_STATE_JOINING: PeerState
@@ -32,6 +40,9 @@ PEER_STATE_SYNCING: PeerState
 PEER_STATE_WORKING: PeerState
 PEER_STATE_DRAINING: PeerState
 PEER_STATE_FINISHED: PeerState
+PRIOR_KIND_UNSPECIFIED: PriorKind
+PRIOR_KIND_BOUNDARY: PriorKind
+PRIOR_KIND_WEIGHTS: PriorKind
 
 class RecordEnvelope(_message.Message):
     __slots__ = ("record", "public_key", "signature")
@@ -549,6 +560,76 @@ class GossipRefusal(_message.Message):
     reason: str
     busy: bool
     def __init__(self, reason: _Optional[str] = ..., busy: bool = ...) -> None: ...
+
+class PriorOffer(_message.Message):
+    __slots__ = ("run_id", "protocol", "notices", "address", "peer_id", "whole")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    NOTICES_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    protocol: int
+    notices: _containers.RepeatedCompositeFieldContainer[SignedNotice]
+    address: str
+    peer_id: str
+    whole: bool
+    def __init__(self, run_id: _Optional[str] = ..., protocol: _Optional[int] = ..., notices: _Optional[_Iterable[_Union[SignedNotice, _Mapping]]] = ..., address: _Optional[str] = ..., peer_id: _Optional[str] = ..., whole: bool = ...) -> None: ...
+
+class PriorAnswer(_message.Message):
+    __slots__ = ("seen",)
+    SEEN_FIELD_NUMBER: _ClassVar[int]
+    seen: _containers.RepeatedCompositeFieldContainer[Seen]
+    def __init__(self, seen: _Optional[_Iterable[_Union[Seen, _Mapping]]] = ...) -> None: ...
+
+class Seen(_message.Message):
+    __slots__ = ("author", "kind", "number", "version")
+    AUTHOR_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    author: str
+    kind: PriorKind
+    number: int
+    version: int
+    def __init__(self, author: _Optional[str] = ..., kind: _Optional[_Union[PriorKind, str]] = ..., number: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class SignedNotice(_message.Message):
+    __slots__ = ("notice", "public_key", "signature")
+    NOTICE_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    notice: bytes
+    public_key: bytes
+    signature: bytes
+    def __init__(self, notice: _Optional[bytes] = ..., public_key: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
+class Notice(_message.Message):
+    __slots__ = ("run_id", "author", "kind", "number", "name", "size_bytes", "version", "weight_version", "measured", "time", "tokens")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    AUTHOR_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    author: str
+    kind: PriorKind
+    number: int
+    name: bytes
+    size_bytes: int
+    version: int
+    weight_version: int
+    measured: int
+    time: float
+    tokens: int
+    def __init__(self, run_id: _Optional[str] = ..., author: _Optional[str] = ..., kind: _Optional[_Union[PriorKind, str]] = ..., number: _Optional[int] = ..., name: _Optional[bytes] = ..., size_bytes: _Optional[int] = ..., version: _Optional[int] = ..., weight_version: _Optional[int] = ..., measured: _Optional[int] = ..., time: _Optional[float] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class ListRequest(_message.Message):
     __slots__ = ("run_id",)

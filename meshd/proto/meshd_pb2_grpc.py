@@ -357,6 +357,88 @@ class Gossip(object):
             _registered_method=True)
 
 
+class AnchorStub(object):
+    """---- Anchor: priors, from anchors to the stages that use them --------------------------------------------------------
+
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Offer = channel.unary_unary(
+                '/meshd.v1.Anchor/Offer',
+                request_serializer=meshd_dot_proto_dot_meshd__pb2.PriorOffer.SerializeToString,
+                response_deserializer=meshd_dot_proto_dot_meshd__pb2.PriorAnswer.FromString,
+                _registered_method=True)
+
+
+class AnchorServicer(object):
+    """---- Anchor: priors, from anchors to the stages that use them --------------------------------------------------------
+
+    """
+
+    def Offer(self, request, context):
+        """By a peer that has priors (an anchor, or a replica that passes them on), to a replica of the stage that uses them:
+        when it has a new one, and for replicas now and then. Notices only: the receiver fetches the files that it lacks,
+        bundle `prior/HASH` or `weights/HASH`, from `address`. The answer comes at once, before anything is checked or
+        fetched. What a notice says and its signature are checked before its file is asked for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_AnchorServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Offer': grpc.unary_unary_rpc_method_handler(
+                    servicer.Offer,
+                    request_deserializer=meshd_dot_proto_dot_meshd__pb2.PriorOffer.FromString,
+                    response_serializer=meshd_dot_proto_dot_meshd__pb2.PriorAnswer.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'meshd.v1.Anchor', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('meshd.v1.Anchor', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Anchor(object):
+    """---- Anchor: priors, from anchors to the stages that use them --------------------------------------------------------
+
+    """
+
+    @staticmethod
+    def Offer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/meshd.v1.Anchor/Offer',
+            meshd_dot_proto_dot_meshd__pb2.PriorOffer.SerializeToString,
+            meshd_dot_proto_dot_meshd__pb2.PriorAnswer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class StateStub(object):
     """---- State: files that joiners, seeds and exporters fetch ------------------------------------------------------------
 

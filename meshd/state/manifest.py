@@ -23,7 +23,7 @@ MAX_FACTS_BYTES = 64 << 10
 _NUMBER = "(?:0|[1-9][0-9]{0,18})"
 _BUNDLE = re.compile(
     f"run/(?:tokenizer|data|features)|(?:base|live)/{_NUMBER}|(?:part|snapshot)/{_NUMBER}/{_NUMBER}"
-    "|prior/[0-9a-f]{64}",
+    "|(?:prior|weights)/[0-9a-f]{64}",
     re.ASCII,
 )
 _SNAPSHOT = re.compile(f"snapshot/({_NUMBER})/({_NUMBER})", re.ASCII)
@@ -36,7 +36,7 @@ def check_bundle_name(name: str) -> str:
     if not _BUNDLE.fullmatch(name):
         raise DataError(
             f"{name[:100]!r} is no bundle name. Fix: use run/tokenizer, run/data, run/features, base/STAGE, "
-            "live/STAGE, part/STAGE/WATERMARK, snapshot/STAGE/WATERMARK or prior/HASH"
+            "live/STAGE, part/STAGE/WATERMARK, snapshot/STAGE/WATERMARK, prior/HASH or weights/HASH"
         )
     return name
 

@@ -26,7 +26,7 @@ DEFAULT_PROMPT = "The most important thing to know is"
 @dataclass(frozen=True)
 class SwarmOptions:
     """What the command line says. Paths are absolute; replicas: peers of each stage; prompt: of the samples; live:
-    draw on the terminal instead of writing lines."""
+    draw on the terminal instead of writing lines; anchors: how many."""
 
     run_file: Path
     spec: RunSpec
@@ -35,6 +35,7 @@ class SwarmOptions:
     threads: int
     prompt: str | None
     live: bool
+    anchors: int = 0
 
 
 async def run_swarm(options: SwarmOptions) -> int:
@@ -42,7 +43,9 @@ async def run_swarm(options: SwarmOptions) -> int:
     console = Console()
     clock = SystemClock()
     view: View = LiveView(console, clock) if options.live else PlainView(console, clock)
-    plan = SwarmPlan(options.run_file, options.replicas, options.directory, options.threads)
+    plan = SwarmPlan(
+        options.run_file, options.replicas, options.directory, options.threads, anchors=options.anchors
+    )
     try:
         plan.directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -31,7 +31,8 @@ class SwarmPlan:
 
     run_file: the run spec. replicas: peers of each stage. directory: holds `peers/NAME` (state directories),
     `logs/NAME.log` and `checkpoint`. threads: of each process. command: how `meshd` is called. grace_s: how long a
-    peer may take to save and leave before it is killed. poll_s: seconds between looks at the seed.
+    peer may take to save and leave before it is killed. poll_s: seconds between looks at the seed. anchors: how many
+    there are besides.
     """
 
     run_file: Path
@@ -42,6 +43,7 @@ class SwarmPlan:
     grace_s: float = 30.0
     poll_s: float = 1.0
     policy: RestartPolicy = field(default_factory=RestartPolicy)
+    anchors: int = 0
 
     @property
     def checkpoint(self) -> Path:
@@ -54,19 +56,25 @@ class SwarmPlan:
         return self.directory / "logs" / f"{peer}.log"
 
     def peers(self) -> dict[str, int]:
-        """Stage by peer name, of all but the seed."""
+        """Stage by peer name, of all that hold one."""
         return {
             f"stage{stage}-{number}": stage
             for stage, count in enumerate(self.replicas)
             for number in range(count)
         }
 
+    def joiners(self) -> list[str]:
+        """Names of all but the seed."""
+        return [*self.peers(), *(f"anchor-{number}" for number in range(self.anchors))]
+
     def arguments(self, peer: str, link: str | None) -> list[str]:
         """The command line of `peer`; link: where it joins, None for the seed."""
         options = ["--state-dir", str(self.state(peer)), "--name", peer, "--threads", str(self.threads)]
         if link is None:
             return [*self.command, "run", str(self.run_file), "--role", "seed", *options]
-        return [*self.command, "join", link, "--role", "stage", "--stage", str(self.peers()[peer]), *options]
+        stage = self.peers().get(peer)
+        role = ["anchor"] if stage is None else ["stage", "--stage", str(stage)]
+        return [*self.command, "join", link, "--role", *role, *options]
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,7 @@ class Supervisor:
         self._seed_left = asyncio.Event()
         self._stage_left_at: float | None = None
         # Set while the peer does not run.
-        self._ended = {peer: asyncio.Event() for peer in (SEED, *plan.peers())}
+        self._ended = {peer: asyncio.Event() for peer in (SEED, *plan.joiners())}
         for event in self._ended.values():
             event.set()
 
@@ -130,7 +138,7 @@ class Supervisor:
         self._tell(
             f"seed: up after {self._clock.monotonic() - started:.0f} s; join with: meshd join {daemon.link}"
         )
-        kept += [group.create_task(self._keep(peer)) for peer in self.plan.peers()]
+        kept += [group.create_task(self._keep(peer)) for peer in self.plan.joiners()]
         status = await self._follow(on_status)
         elapsed = self._clock.monotonic() - started
         await self._export()
@@ -224,7 +232,7 @@ class Supervisor:
                 ended.set()
 
     def _turn(self, peer: str) -> int:
-        return 2 if peer == SEED else min(self._stage(peer), 1)
+        return 2 if peer == SEED else min(self.plan.peers().get(peer, 0), 1)
 
     async def _start(self, peer: str, command: Sequence[str]) -> Child:
         environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
@@ -241,6 +249,8 @@ class Supervisor:
         self._gone.add(peer)
         if peer == SEED:
             self._seed_left.set()
+        elif peer not in self.plan.peers():
+            return  # an anchor: the swarm trains on without
         elif any(
             other not in self._gone
             for other, stage in self.plan.peers().items()

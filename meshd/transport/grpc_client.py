@@ -63,6 +63,7 @@ class _Channel:
         self.pipeline: Any = stubs.PipelineStub(channel)
         self.gossip: Any = stubs.GossipStub(channel)
         self.state: Any = stubs.StateStub(channel)
+        self.anchor: Any = stubs.AnchorStub(channel)
 
     @property
     def failed(self) -> bool:
@@ -114,6 +115,9 @@ class GrpcTransport:
 
     async def manifest(self, address: str, request: pb.ManifestRequest) -> pb.ManifestReply:
         return typing.cast(pb.ManifestReply, await self._unary(address, lambda c: c.state.Manifest, request))
+
+    async def offer(self, address: str, request: pb.PriorOffer) -> pb.PriorAnswer:
+        return typing.cast(pb.PriorAnswer, await self._unary(address, lambda c: c.anchor.Offer, request))
 
     def link(self, address: str) -> AbstractAsyncContextManager[Duplex[pb.LinkMessage]]:
         return self._stream(address, lambda channel: channel.pipeline.Link)

@@ -59,7 +59,13 @@ class _ServerDuplex(PumpedDuplex[M]):
         """The stream ends when the servicer returns."""
 
 
-class _Servicer(stubs.PeerServicer, stubs.PipelineServicer, stubs.GossipServicer, stubs.StateServicer):
+class _Servicer(
+    stubs.PeerServicer,
+    stubs.PipelineServicer,
+    stubs.GossipServicer,
+    stubs.StateServicer,
+    stubs.AnchorServicer,
+):
     """Calls the handlers and carries their errors over. Streams are served by tasks of `group`."""
 
     def __init__(self, handlers: Handlers, group: asyncio.TaskGroup) -> None:
@@ -88,6 +94,9 @@ class _Servicer(stubs.PeerServicer, stubs.PipelineServicer, stubs.GossipServicer
 
     async def Manifest(self, request: pb.ManifestRequest, context: Any) -> pb.ManifestReply:
         return await _answer(self._handlers.manifest, request, context)
+
+    async def Offer(self, request: pb.PriorOffer, context: Any) -> pb.PriorAnswer:
+        return await _answer(self._handlers.offer, request, context)
 
     async def Fetch(self, request: pb.FetchRequest, context: Any) -> None:
         async def send_all() -> None:
@@ -201,6 +210,7 @@ async def serve(
             stubs.add_PipelineServicer_to_server(servicer, server)
             stubs.add_GossipServicer_to_server(servicer, server)
             stubs.add_StateServicer_to_server(servicer, server)
+            stubs.add_AnchorServicer_to_server(servicer, server)
             bound = _bind(server, host, port, credentials)
             await server.start()
             yield GrpcServer(_join(host, bound), bound)

@@ -303,6 +303,9 @@ class MemoryTransport:
     async def manifest(self, address: str, request: pb.ManifestRequest) -> pb.ManifestReply:
         return await self._unary(address, request, pb.ManifestReply, self._reach(address).manifest)
 
+    async def offer(self, address: str, request: pb.PriorOffer) -> pb.PriorAnswer:
+        return await self._unary(address, request, pb.PriorAnswer, self._reach(address).offer)
+
     def link(self, address: str) -> AbstractAsyncContextManager[Duplex[pb.LinkMessage]]:
         return self._stream(address, pb.LinkMessage, lambda handlers: handlers.link)
 

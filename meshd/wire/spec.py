@@ -7,20 +7,17 @@ that a receiver decodes what it was sent, whatever its own run spec says.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 from meshd.errors import ConfigError
+from meshd.naming import Number, number, split
 
 Predictor = Literal["none", "mean", "token"]
 Basis = Literal["identity", "spectral"]
 Mask = Literal["none", "random", "topk", "leading", "waterfill"]
 Values = Literal["bf16", "int8", "packed", "entropy"]
 Rescale = Literal["none", "sqrt", "rms", "unbiased"]
-
-# A name comes with every frame, from strangers too.
-MAX_NAME = 160
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ _CHOICES = {
     "values": get_args(Values),
     "rescale": get_args(Rescale),
 }
-_NUMBERS = {"keep": (0.0, 1.0), "bits": (0.0, 16.0)}
+_NUMBERS = {"keep": Number(0.0, 1.0, over=True), "bits": Number(0.0, 16.0, over=True)}
 
 
 def parse(text: str, field: str) -> MaskedSpec:
@@ -73,19 +70,8 @@ def parse(text: str, field: str) -> MaskedSpec:
 
     Raises ConfigError with `field`, for a name, key or value that is not one, and for choices that do not go together.
     """
-    if len(text) > MAX_NAME:
-        raise ConfigError(
-            field, text[:MAX_NAME], f"longer than {MAX_NAME} characters", "leave defaults out of it"
-        )
-    name, colon, rest = text.partition(":")
-    if name not in PRESETS:
-        raise ConfigError(field, text, "no such codec", f"one of {', '.join(sorted(PRESETS))}")
-    changes: dict[str, str | float] = {}
-    for item in rest.split(",") if colon else ():
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if not equals or key in changes:
-            raise ConfigError(field, text, f"{item!r} is not one key=value", "NAME:key=value,key=value")
-        changes[key] = _value(key, value, text, field)
+    name, options = split(text, field, PRESETS, "codec")
+    changes = {key: _value(key, value, text, field) for key, value in options.items()}
     spec = replace(PRESETS[name], **changes)  # type: ignore[arg-type]  # checked by _value
     _check(spec, text, field)
     return spec
@@ -99,14 +85,7 @@ def _value(key: str, value: str, text: str, field: str) -> str | float:
     if key not in _NUMBERS:
         keys = ", ".join(item.name for item in fields(MaskedSpec))
         raise ConfigError(field, text, f"no key {key!r}", f"one of {keys}")
-    low, high = _NUMBERS[key]
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not low < number <= high:  # also false for nan
-        raise ConfigError(field, text, f"{key}={value}", f"a number over {low:g}, at most {high:g}")
-    return number
+    return number(key, value, _NUMBERS[key], text, field)
 
 
 def _check(spec: MaskedSpec, text: str, field: str) -> None:

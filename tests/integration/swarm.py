@@ -21,6 +21,7 @@ from meshd.config.peer import PeerConfig
 from meshd.config.runspec import ResolvedRun, RunSpec
 from meshd.data.dataset import Dataset
 from meshd.discovery.memory import MemoryRegistry, MemorySwarm
+from meshd.identity import Identity
 from meshd.peer.directory import Self
 from meshd.peer.peer import Peer
 from meshd.peer.resolve import BUNDLES, resolve
@@ -203,21 +204,24 @@ class Swarm:
         knows_run: bool = False,
         clock: VirtualClock | None = None,
         run_id: str | None = None,
+        offload: bool = False,
     ) -> Peer:
         """Start a peer. knows_run: it has the run spec already, as the operator's has. clock, run_id: when its own
-        differ from the swarm's."""
-        config = PeerConfig(role=role, stage=stage, name=name, device="cpu", drain_s=20.0)
+        differ from the swarm's. offload: as an anchor."""
+        config = PeerConfig(role=role, stage=stage, name=name, device="cpu", drain_s=20.0, offload=offload)
+        # Anchors sign what they publish; of others the name tells enough.
+        identity = Identity.load_or_create(self.folder(name) / "identity")[0] if role == "anchor" else None
         me = Self(
-            peer_id=name,
+            peer_id=name if identity is None else identity.peer_id,
             name=name,
-            role=pb.ROLE_SEED if role == "seed" else pb.ROLE_STAGE,
+            role=pb.Role.Value(f"ROLE_{role.upper()}"),
             run_id=run_id or self.run.run_id,
             incarnation=int(self.clock.time() * 1000),
             address=f"{name}:1",
         )
-        peer = Peer(config, me, clock or self.clock, random.Random(name))
+        peer = Peer(config, me, clock or self.clock, random.Random(name), identity)
         self.network.register(me.address, peer.handlers)
-        registry = MemoryRegistry(self.registry, name)
+        registry = MemoryRegistry(self.registry, me.peer_id)
         transport = self.network.transport(me.address)
         run = self.run if knows_run or name == "seed" else None
         self.peers[name] = peer

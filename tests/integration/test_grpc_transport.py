@@ -67,6 +67,9 @@ class Peer:
         await anext(aiter(duplex))
         await duplex.send(pb.GossipMessage(done=pb.GossipDone(checksum=7)))
 
+    async def offer(self, request: pb.PriorOffer) -> pb.PriorAnswer:
+        return pb.PriorAnswer(seen=[pb.Seen(author=request.peer_id, version=len(request.notices))])
+
     async def list_bundles(self, request: pb.ListRequest) -> pb.ListReply:
         return pb.ListReply(bundles=["run/data"])
 
@@ -145,6 +148,8 @@ async def test_unary_calls() -> None:
         assert server.address == f"127.0.0.1:{server.port}"
         assert (await transport.hello(server.address, pb.HelloRequest(name="x"))).name == "hello x"
         assert list((await transport.list_bundles(server.address, pb.ListRequest())).bundles) == ["run/data"]
+        (seen,) = (await transport.offer(server.address, pb.PriorOffer(peer_id="x"))).seen
+        assert (seen.author, seen.version) == ("x", 0)
         with pytest.raises(NotHere, match="no bundle base/3"):
             await transport.manifest(server.address, pb.ManifestRequest(bundle="base/3"))
 

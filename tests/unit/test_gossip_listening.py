@@ -8,10 +8,12 @@ import logging
 import pytest
 import torch
 from google.protobuf.message import Message
-from gossip_peers import BASE, Peer, in_order, peers, replica_of, segments_of, virtual
+from gossip_peers import BASE, COUNT, SHAPES, Peer, in_order, peers, replica_of, segments_of, virtual
 
 from meshd.gossip import listening as listening_module
+from meshd.gossip.exchange import agreed_offset
 from meshd.gossip.listening import catch_up
+from meshd.gossip.modular import SAMPLES
 from meshd.observe.log import fields_of
 from meshd.proto import meshd_pb2 as pb
 from meshd.transport.memory import Delivery
@@ -62,6 +64,50 @@ def test_a_listener_takes_over_the_values_and_its_partner_does_not_move() -> Non
                     parameter.data.add_(1.0)
 
     virtual(main)
+
+
+def test_values_cross_one_way_only() -> None:
+    """The listener's are of no use to the other side."""
+
+    async def main() -> None:
+        async with peers("ab") as (_, (a, b)):
+            assert await listen(a, "b")
+            await asyncio.sleep(0)
+            samples = 4 * SAMPLES * len(SHAPES) + len(SHAPES)
+            for listener, sent, received in ((a, 0, 2 * COUNT), (b, 2 * COUNT, 0)):
+                assert listener.counted("gossip_sent_bytes") == sent + samples
+                assert listener.counted("gossip_received_bytes") == received + samples
+
+    virtual(main)
+
+
+def test_a_listener_that_sends_values_is_refused() -> None:
+    async def main() -> None:
+        async with peers("ab") as (net, (a, b)):
+
+            def tap(source: str, target: str, message: Message) -> list[Delivery]:
+                if source == "a:1" and isinstance(message, pb.GossipMessage) and message.HasField("done"):
+                    chunk = pb.GossipChunk(offset=0, data=bytes(32))
+                    return [Delivery(pb.GossipMessage(chunk=chunk)), Delivery(message)]
+                return [Delivery(message)]
+
+            net.tap = tap
+            before = b.vector
+            listening = asyncio.create_task(listen(a, "b"))
+            await asyncio.sleep(10)
+            listening.cancel()
+            assert b.counted("gossip_failed") > 0
+            assert torch.equal(b.vector, before)
+
+    virtual(main)
+
+
+@pytest.mark.parametrize(("exchange", "listening", "expected"), [(4, False, 1), (5, False, 2), (5, True, 1)])
+def test_whose_part_is_exchanged(exchange: int, listening: bool, expected: int) -> None:
+    opening = pb.GossipOpen(exchange=exchange, offset=1, listening=listening)
+    answer = pb.GossipOpen(exchange=exchange, offset=2)
+    assert agreed_offset(opening, answer, opener=True) == expected
+    assert agreed_offset(answer, opening, opener=False) == expected
 
 
 def test_the_only_replica_does_not_wait() -> None:

@@ -70,6 +70,16 @@ def test_eta_is_unknown_when_nothing_moves_and_none_at_the_end() -> None:
     assert summarize(pb.StatusReply(stop_tokens=100, finished=True)).eta_s == 0.0
 
 
+def test_anchors_are_shown_as_such() -> None:
+    answer = reply()
+    anchor = peer("x", -1, weight_version=37)
+    anchor.role = pb.ROLE_ANCHOR
+    answer.peers.append(anchor)
+    assert {p.name for p in summarize(answer).seeds} == {"seed", "x"}
+    (line,) = [line for line in shown(answer).splitlines() if "anchor" in line]
+    assert line.split()[:4] == ["anchor", "x", "working", "37"]
+
+
 def test_a_silent_peer_is_marked_and_the_rest_is_shown() -> None:
     """C08."""
     text = shown(reply())

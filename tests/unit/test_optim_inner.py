@@ -220,3 +220,35 @@ def test_memory_that_ends_between_the_moments_of_a_parameter_does_not_end_all_la
         assert not each.step(1e-2).skipped
     for name, parameter in mine.items():
         assert torch.equal(parameter, other[name]), name
+
+
+def test_gradients_are_corrected_as_means_and_clipped_after() -> None:
+    mine, plain = parameters(), parameters()
+    optimizer, other = InnerOptimizer(mine, SPEC), InnerOptimizer(plain, SPEC)
+    mean = gradients(torch.Generator().manual_seed(2))
+    changed = {name: 3 * value if name == "layer.weight" else value for name, value in mean.items()}
+    seen: dict[str, torch.Tensor] = {}
+
+    def correct(name: str, gradient: torch.Tensor) -> torch.Tensor:
+        seen[name] = gradient.clone()
+        return 3 * gradient if name == "layer.weight" else gradient
+
+    add(optimizer, mine, mean, 7)
+    add(other, plain, changed, 7)
+    report, expected = optimizer.step(1e-2, correct), other.step(1e-2)
+    assert report.norm == pytest.approx(expected.norm)
+    assert report.norm > SPEC.clip
+    for name, parameter in mine.items():
+        torch.testing.assert_close(seen[name], mean[name])
+        torch.testing.assert_close(parameter, plain[name])
+
+
+def test_a_correction_that_is_not_finite_is_no_step() -> None:
+    mine = parameters()
+    optimizer = InnerOptimizer(mine, SPEC)
+    before = values(mine)
+    add(optimizer, mine, gradients(torch.Generator().manual_seed(2)), 7)
+    report = optimizer.step(1e-2, lambda name, gradient: gradient * float("nan"))
+    assert report.skipped
+    assert optimizer.tokens == 0
+    assert all(torch.equal(value, before[name]) for name, value in values(mine).items())

@@ -71,6 +71,14 @@ class Swarm:
         return found
 
 
+def test_anchors_join_besides(tmp_path: Path) -> None:
+    plan = SwarmPlan(tmp_path / "run.toml", (1, 2), tmp_path, command=("meshd",), anchors=2)
+    assert plan.joiners() == ["stage0-0", "stage1-0", "stage1-1", "anchor-0", "anchor-1"]
+    assert list(plan.peers()) == plan.joiners()[:3]
+    assert plan.arguments("anchor-1", "meshd:fake")[:5] == ["meshd", "join", "meshd:fake", "--role", "anchor"]
+    assert "--stage" not in plan.arguments("anchor-1", "meshd:fake")
+
+
 @pytest.fixture
 def acts(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -147,6 +155,15 @@ async def test_a_seed_that_cannot_start_ends_the_swarm_with_its_log(
     assert "seed fails for the test" in str(caught.value)
     assert caught.value.exit_code == 2
     assert swarm.running() == []
+
+
+async def test_a_swarm_goes_on_without_its_anchors(tmp_path: Path, acts: Callable[..., None]) -> None:
+    """Whether they leave or are given up."""
+    acts(seed={"finish_when": 2}, anchor_0={"exit": [2]}, anchor_1={"exit": [0]}, stage0_0={}, stage1_0={})
+    swarm = Swarm(tmp_path, (1, 1), anchors=2)
+    outcome = await swarm.run()
+    assert outcome.status.finished
+    assert len(swarm.starts("anchor-0")) == len(swarm.starts("anchor-1")) == 1
 
 
 async def test_a_stage_without_replicas_ends_the_swarm_and_one_with_some_does_not(

@@ -56,6 +56,9 @@ class Peer:
         """Never reads."""
         await asyncio.Event().wait()
 
+    async def offer(self, request: pb.PriorOffer) -> pb.PriorAnswer:
+        return pb.PriorAnswer(seen=[pb.Seen(author=request.peer_id, version=len(request.notices))])
+
     async def list_bundles(self, request: pb.ListRequest) -> pb.ListReply:
         return pb.ListReply(bundles=["run/data"])
 
@@ -88,6 +91,8 @@ def test_unary_calls_and_fetch() -> None:
         assert (await a.get_run("b", pb.GetRunRequest(run_id="r"))).resolved_run == b"r"
         assert list((await a.list_bundles("b", pb.ListRequest())).bundles) == ["run/data"]
         assert [c.offset async for c in a.fetch("b", pb.FetchRequest(offset=7))] == [7, 8, 9]
+        (seen,) = (await a.offer("b", pb.PriorOffer(peer_id="x", notices=[pb.SignedNotice()]))).seen
+        assert (seen.author, seen.version) == ("x", 1)
         assert asyncio.get_running_loop().time() == 0.0
 
     on_network(body)
