@@ -134,7 +134,9 @@ class Board:
 
     def version(self, key: Key) -> int:
         """The last that is known; 0: none."""
-        return self._versions.get(key, 0)
+        # What is up here counts, however many others were heard of since.
+        known = self.get(key)
+        return max(self._versions.get(key, 0), 0 if known is None else known.notice.version)
 
     def contradicts(self, entry: Entry) -> bool:
         """Whether its author has signed something else under the same version."""

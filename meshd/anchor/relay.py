@@ -101,6 +101,8 @@ class Relay:
         self._blamed: OrderedDict[str, float] = OrderedDict()
         self._barred: OrderedDict[str, None] = OrderedDict()  # authors whose priors made things worse
         self._doomed: deque[pb.Notice] = deque()  # others may still be fetching their files
+        # Else an author's older one that was fetched meanwhile could be put over its newer one.
+        self._taking = asyncio.Lock()
         self._event = asyncio.Event()
 
     async def serve(self, offer: pb.PriorOffer) -> pb.PriorAnswer:
@@ -212,6 +214,9 @@ class Relay:
             self._fetching.add(name)
             try:
                 await self._obtain(self._wanted[name])
+            except (MeshdError, OSError) as error:
+                # Of this machine's disk, as a rule: no stranger's prior is worth this peer's work.
+                event(log, "prior_not_kept", level=logging.WARNING, reason=str(error))
             finally:
                 self._fetching.discard(name)
                 del self._wanted[name]
@@ -230,7 +235,8 @@ class Relay:
                     log, "prior_not_brought", level=logging.DEBUG, peer=donor.peer_id[-8:], reason=str(error)
                 )
             else:
-                await self._accept(entry, donor, data)
+                async with self._taking:
+                    await self._accept(entry, donor, data)
                 return
 
     async def _fetched(self, notice: pb.Notice, donor: Donor) -> bytes:
@@ -257,6 +263,9 @@ class Relay:
     async def _accept(self, entry: Entry, donor: Donor, data: bytes) -> None:
         notice, key = entry.notice, entry.key
         self._metrics.count("prior_bytes_received", len(data))
+        if key.author in self._barred or notice.version <= self.board.version(key):
+            await self._delete(notice)
+            return
         try:
             if len(data) != notice.size_bytes:
                 raise MismatchError(f"a file of {len(data)} bytes, announced with {notice.size_bytes}")

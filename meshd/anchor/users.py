@@ -98,8 +98,9 @@ class Codecs:
             author = self._authors.pop(self._crossing.worse, None)
             if author is not None:
                 self._bar(author, "its codec prior made larger errors than what was used before")
-            prior, self._next = self._next, None
-            if prior is not None:
+            # A liar that always brought its next one before the last is judged would never be found out.
+            if self._next is not None and not self._crossing.on_trial:
+                prior, self._next = self._next, None
                 try:
                     await self._adopt(prior)
                 finally:

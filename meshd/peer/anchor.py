@@ -100,7 +100,7 @@ class AnchorPeer:
         me, directory, spec = self._directory.me, self._directory, self._run.spec
         self._parts.status.doing = lambda: self._doing
         await directory.refresh()
-        if any(seed.state == pb.PEER_STATE_FINISHED for seed in directory.seeds()):
+        if self._over():
             event(log, "run_over", hint="this run has ended; `meshd export DIR LINK` brings its result")
             return
         if not needs_priors(spec.wire) and spec.anchors.corrector == "none":
@@ -123,8 +123,12 @@ class AnchorPeer:
         self._leaving.set()
         return True
 
+    def _over(self) -> bool:
+        return any(seed.state == pb.PEER_STATE_FINISHED for seed in self._directory.seeds())
+
     async def _ended(self) -> None:
-        while self._directory.counter.total < self._run.spec.stop_tokens:
+        # Who was away when the last tokens were counted may never hear of them.
+        while self._directory.counter.total < self._run.spec.stop_tokens and not self._over():
             await self._clock.sleep(_LOOK_S)
         event(log, "run_ended", hint="no more priors are needed")
 

@@ -56,7 +56,8 @@ class Author:
             data = await asyncio.to_thread(
                 with_memory, lambda: fit(stats, crossing.boundary, measured=measured).to_bytes()
             )
-            prior = self._store.hold((await self._store.put(data)).name)
+            # Others' may be dated later than they were measured: what is made here is not to be forgotten for them.
+            prior = await self._store.put(data, hold=True)
         except MeshdError as error:
             event(log, "no_prior", level=logging.WARNING, boundary=crossing.boundary, reason=str(error))
             crossing.measure()

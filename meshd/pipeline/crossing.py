@@ -100,6 +100,11 @@ class Crossing:
         """What hidden states are encoded with; None: there is none, or it is worn."""
         return self._prior
 
+    @property
+    def on_trial(self) -> bool:
+        """Whether frames are encoded with another's prior of which it is not known yet if it is any good."""
+        return self._on_trial and self._prior is not None and self._used > 0
+
     def use(self, prior: BoundaryPrior, trial: bool = False) -> None:
         """Encode with `prior` from the next frame on. trial: another peer made it, and it may be no good."""
         if not self._on_trial:

@@ -54,8 +54,9 @@ class PriorStore:
                 self._priors[prior.name] = prior
             await self._tidy()
 
-    async def put(self, data: bytes) -> BoundaryPrior:
-        """Keep a prior: its bytes as its author wrote them. Again, or when it is too old to be kept: no effect.
+    async def put(self, data: bytes, hold: bool = False) -> BoundaryPrior:
+        """Keep a prior: its bytes as its author wrote them. Again, or when it is too old to be kept: no effect. hold:
+        as `hold` does, so that it is kept though others say that they are newer.
 
         Raises MismatchError when it is no prior of this run, ResourceError when the disk cannot take it.
         """
@@ -64,7 +65,11 @@ class PriorStore:
             if prior.name not in self._priors:
                 await asyncio.to_thread(self._store.write, bundle_of(prior.name), {PRIOR: data}, {})
                 self._keep_here(prior)
+                if hold:
+                    self._held[prior.name] += 1
                 await self._tidy()
+            elif hold:
+                self._held[prior.name] += 1
         return prior
 
     async def take(self, name: bytes, boundary: int) -> BoundaryPrior:

@@ -98,6 +98,27 @@ def test_what_the_sender_measured_gives_way_to_what_has_come_meanwhile(tmp_path:
     run_virtual(main())
 
 
+def test_others_that_are_dated_ahead_do_not_keep_a_sender_from_its_own(tmp_path: Path) -> None:
+    async def main() -> None:
+        s = Scene(tmp_path)
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(s.codecs.run())
+            for n in range(4):
+                await s.bring(made_prior(1, 1000 + n, seed=n), "liar")
+                await asyncio.sleep(2)
+            s.maker.crossing.measure()  # the last one was given up
+            await s.maker.publish(seed=5, measured=80)
+            assert s.maker.metrics.value("priors_fitted") == 1
+            own = s.maker.used
+            assert own != b""
+            honest = await s.bring(made_prior(1, 90, seed=6))
+            await asyncio.sleep(2)
+            assert s.maker.used == honest
+            running.cancel()
+
+    run_virtual(main())
+
+
 def test_a_file_that_says_something_else_than_its_notice_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
         s = Scene(tmp_path)
@@ -156,6 +177,25 @@ def test_a_liars_prior_is_left_after_a_few_frames_and_its_author_barred(before: 
             assert s.maker.used == next_one
             await asyncio.sleep(2)
             assert s.barred == ["liar"]
+            running.cancel()
+
+    run_virtual(main())
+
+
+def test_a_liar_that_brings_one_after_the_other_is_found_out(tmp_path: Path) -> None:
+    async def main() -> None:
+        s = Scene(tmp_path)
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(s.codecs.run())
+            await s.bring(made_prior(1, 10))
+            await asyncio.sleep(2)
+            send(s.maker.crossing, 16 * 8)
+            for n in range(4):
+                await s.bring(useless(made_prior(1, 20 + n, seed=1 + n)), "liar")
+                await asyncio.sleep(2)
+                send(s.maker.crossing, 16 * 6)
+                await asyncio.sleep(2)
+            assert "liar" in s.barred
             running.cancel()
 
     run_virtual(main())

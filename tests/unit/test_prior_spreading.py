@@ -11,9 +11,9 @@ from google.protobuf.message import Message
 from prior_peers import BAD, WEIGHTS, Fleet, fleet, identity, notice_of, sealed
 
 from meshd import PROTOCOL_VERSION
-from meshd.anchor.notices import MAX_NOTICES, Entry
+from meshd.anchor.notices import MAX_NOTICES, Board, Entry
 from meshd.anchor.spreading import Bucket, bundle_of
-from meshd.errors import MismatchError
+from meshd.errors import MismatchError, ResourceError
 from meshd.priors.store import PRIOR
 from meshd.proto import meshd_pb2 as pb
 from meshd.sim.clock import EPOCH, run_virtual
@@ -314,6 +314,64 @@ def test_the_least_recently_heard_of_nine_authors_goes(tmp_path: Path) -> None:
             assert peer.relay is not None
             assert len(peer.relay.board.entries) == 8
             assert len(peer.taker.left) == 1
+
+    run_virtual(main())
+
+
+def test_an_older_one_that_comes_late_does_not_take_the_place_of_a_newer(tmp_path: Path) -> None:
+    """Both are fetched at once, and the newer one is here first."""
+
+    async def main() -> None:
+        async with fleet(tmp_path, 1) as f:
+            store, author = f.stranger(), identity(tmp_path, "author")
+            old, new = sealed(author, DATA), sealed(author, DATA + b"2", version=2)
+            for data, entry in ((DATA, old), (DATA + b"2", new)):
+                store.write(bundle_of(WEIGHTS, entry.notice.name), {PRIOR: data}, {})
+
+            def slow(source: str, target: str, message: Message) -> list[Delivery]:
+                late = isinstance(message, pb.FetchRequest) and message.bundle.endswith(old.notice.name.hex())
+                return [Delivery(message, 5.0 if late else 0.0)]
+
+            f.net.tap = slow
+            await f.offer("r0", old)
+            await f.offer("r0", new)
+            await asyncio.sleep(60)
+            peer = f.peers["r0"]
+            assert peer.relay is not None
+            assert [entry.notice.version for entry in peer.relay.board.entries] == [2]
+            assert peer.taker.taken == [DATA + b"2"]
+            assert peer.store.names() == [bundle_of(WEIGHTS, new.notice.name)]
+
+    run_virtual(main())
+
+
+def test_many_other_authors_do_not_make_an_old_notice_news(tmp_path: Path) -> None:
+    board = Board()
+    author = identity(tmp_path, "author")
+    first, second = sealed(author, DATA), sealed(author, DATA, version=2)
+    board.add(second)
+    for n in range(300):
+        board.pass_over(Entry(pb.Notice(author=f"liar {n}", kind=WEIGHTS, number=1, version=1), first.signed))
+    assert board.version(first.key) == 2
+
+
+def test_a_disk_that_fails_costs_the_prior_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with fleet(tmp_path, 1) as f:
+            store, author = f.stranger(), identity(tmp_path, "liar")
+            bad = sealed(author, BAD)
+            store.write(bundle_of(WEIGHTS, bad.notice.name), {PRIOR: BAD}, {})
+            peer = f.peers["r0"]
+
+            def full(name: str) -> None:
+                raise ResourceError("no space left")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(peer.store, "delete", full)
+                await f.offer("r0", bad)
+                await asyncio.sleep(30)
+            await published(f)
+            await f.until(lambda: f.all_have(DATA))
 
     run_virtual(main())
 
