@@ -99,15 +99,17 @@ def test_c13_training_goes_on_without_the_registry(
             await s.clock.sleep(100.0)
             assert {"b", "c"} <= knows(s, "a")
             assert {"a", "c"} <= knows(s, "b"), "the one whose registry is gone is known, too"
-            before, added = s.tokens("a"), s.counted("microbatches_added", "b")
+            before = s.tokens("a")
             await s.clock.sleep(10.0)
             assert s.tokens("a") > before
-            assert s.counted("microbatches_added", "b") > added
             status = await s.peers["b"].status.answer(pb.StatusRequest())
             assert status.self.last_error == "the libp2p daemon is down"
-            assert s.peers["b"].watchdog.health().ok, "useful work counts, not the registry"
             await s.kill("c")
+            # Until now the other replica may have had it all.
+            added = s.counted("microbatches_added", "b")
             await s.clock.sleep(40.0)
+            assert s.counted("microbatches_added", "b") > added
+            assert s.peers["b"].watchdog.health().ok, "useful work counts, not the registry"
             assert "c" not in knows(s, "a")
             assert "c" not in knows(s, "b")
             for name, registry in had.items():
