@@ -29,9 +29,6 @@ from meshd.transport.base import Transport
 
 log = logging.getLogger(__name__)
 
-# All values come in two halves: who gives them away in one exchange takes what it has learnt for kept elsewhere
-# (meshd.pipeline.keeping), and an anchor gives nothing back to a stage.
-_HALVES = 2
 # After so many refreshes' worth of steps without an exchange, all values again.
 _LONG_REFRESHES = 4
 # Replicas that are busy with others are asked again after so long, so often.
@@ -42,13 +39,15 @@ _SPARE_STEPS = 500
 
 @dataclass(frozen=True)
 class Listening:
-    """What a copy takes over next: values of `bits` bits, one of `subset` of them, in one exchange; or, `whole`, all of
-    them, in `subset` exchanges. reason: in words."""
+    """What a copy takes over next: one value of `subset`, in so many bits. reason: in words."""
 
-    whole: bool
     bits: int
     subset: int
     reason: str
+
+    @property
+    def whole(self) -> bool:
+        return self.bits == BF16 and self.subset == 1
 
 
 def next_listening(
@@ -57,14 +56,12 @@ def next_listening(
     """Pure. followed: the copy was whole once. fitted: the last exchange did not end in a mismatch. steps: inner steps
     of the run since. subset: one value of so many is what bytes allow; at least the run's own is taken."""
     if not followed:
-        return Listening(True, BF16, _HALVES, "the first time")
+        return Listening(BF16, 1, "the first time")
     if not fitted:
-        return Listening(True, BF16, _HALVES, "the last exchange did not fit")
+        return Listening(BF16, 1, "the last exchange did not fit")
     if steps > _LONG_REFRESHES * refresh_steps:
-        return Listening(True, BF16, _HALVES, f"{steps} steps without an exchange")
-    if spec.bits == BF16 and spec.subset == 1:
-        return Listening(True, BF16, _HALVES, "as the run's replicas do")
-    return Listening(False, spec.bits, max(_HALVES, spec.subset, subset), "one part after the other")
+        return Listening(BF16, 1, f"{steps} steps without an exchange")
+    return Listening(spec.bits, max(spec.subset, subset), "as the run's replicas do")
 
 
 @dataclass(frozen=True)
@@ -143,11 +140,9 @@ class Follower:
         tokens, now = links.counter.total, links.clock.monotonic()
         if choice.subset != self._coverage.subset:
             self._coverage = Coverage(choice.subset, 0)
-        offsets = range(choice.subset) if choice.whole else [self._coverage.next(links.rng)]
-        version = 0
-        for offset in offsets:
-            version = await self._exchange(replica, choice, offset)
-            self._coverage.exchanged(choice.subset, offset, 0, version)
+        offset = self._coverage.next(links.rng)
+        version = await self._exchange(replica, choice, offset)
+        self._coverage.exchanged(choice.subset, offset, 0, version)
         self.version, self._fitted, self._at = version, True, (tokens, now)
         self._told.clear()
         links.metrics.count("gossip_followed")
@@ -159,7 +154,7 @@ class Follower:
             peer=replica.name,
             weight_version=version,
             bits=choice.bits,
-            parts=f"{len(offsets)} of {choice.subset}",
+            subset=choice.subset,
             reason=choice.reason,
         )
 

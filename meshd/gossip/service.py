@@ -21,7 +21,7 @@ from meshd.gossip.exchange import (
     check_open,
 )
 from meshd.gossip.forms import BF16
-from meshd.gossip.memory import SEGMENT_BLOCKS
+from meshd.gossip.memory import LISTENERS, SEGMENT_BLOCKS
 from meshd.gossip.outer import OuterStep
 from meshd.gossip.values import FlatParameters
 from meshd.observe.log import event
@@ -54,12 +54,14 @@ def choose_partner(
 
 
 class Gossip:
-    """At most one exchange at a time. `run` opens them, `serve` answers them."""
+    """At most one exchange at a time that moves values here. `run` opens them, `serve` answers them, and beside that
+    lets a few others listen."""
 
     def __init__(self, stage: Stage, flat: FlatParameters, own_stage: int) -> None:
         self._stage, self._flat, self._own_stage = stage, flat, own_stage
         self._spec = stage.runtime.run.spec.gossip
         self._turn: object | None = None  # of the one exchange that may move the values; None: free
+        self._listeners = 0
         self._asked = ""  # peer id of the replica that one was opened with and that has not answered yet
         self._aside: dict[str, float] = {}
         self._due = asyncio.Event()
@@ -219,6 +221,9 @@ class Gossip:
             self._failed(name, name, error)
             await self._refuse(duplex, str(error), busy=False)
             return
+        if theirs.listening:
+            await self._let_listen(duplex, exchange, mine, theirs)
+            return
         # Two that open with each other at the same moment would refuse each other, over a slow link again and again:
         # the one with the larger id lets go of its own.
         crossed = self._asked == theirs.peer_id < self._stage.peer_id
@@ -234,18 +239,40 @@ class Gossip:
             await duplex.send(pb.GossipMessage(open=mine))
             stepped = self._stage.runtime.keeping.stepped
             report = await self._run(exchange, mine, theirs, opener=False)
-            if theirs.listening:
-                if theirs.subset == 1:
-                    self._stage.runtime.keeping.keep(stepped)
-            else:
-                self._done(peer, name, mine, report, stepped)
-                # Exchanged with: what this peer would open itself can wait as long again.
-                self._steps = 0
+            self._done(peer, name, mine, report, stepped)
+            # Exchanged with: what this peer would open itself can wait as long again.
+            self._steps = 0
         except (LinkLost, MismatchError, ExchangeRefused, ResourceError) as error:
             self._failed(peer, name, error)
         finally:
             if self._turn is turn:
                 self._turn = None
+
+    async def _let_listen(
+        self,
+        duplex: Duplex[pb.GossipMessage],
+        exchange: Exchange,
+        mine: pb.GossipOpen,
+        theirs: pb.GossipOpen,
+    ) -> None:
+        """Values here do not move, so it goes on beside an exchange: a listener may be slow, and must not keep this
+        replica from averaging."""
+        if self._listeners >= LISTENERS:
+            await self._refuse(duplex, f"{LISTENERS} listen already", busy=True)
+            return
+        self._listeners += 1
+        try:
+            self._stage.counter.merge(theirs.committed)
+            await duplex.send(pb.GossipMessage(open=mine))
+            stepped = self._stage.runtime.keeping.stepped
+            await self._run(exchange, mine, theirs, opener=False)
+            # An anchor, or a stranger, gives nothing back to the stage.
+            if theirs.subset == 1 and self._stage.around.holds(theirs.peer_id):
+                self._stage.runtime.keeping.keep(stepped)
+        except (LinkLost, MismatchError, ExchangeRefused, ResourceError) as error:
+            self._failed(duplex.remote, duplex.remote, error)
+        finally:
+            self._listeners -= 1
 
     def _check_choice(self, opening: pb.GossipOpen) -> None:
         """What an opener may choose. Residues take memory for all their values at once: no more of them than the run

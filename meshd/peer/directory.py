@@ -210,6 +210,11 @@ class Directory:
         peer = next((p for p in found if p.state in (*_SERVING, pb.PEER_STATE_DRAINING)), None)
         return None if peer is None else _replica(peer)
 
+    def holds(self, peer_id: str) -> bool:
+        """Whether a peer has claimed the own stage, working or not yet."""
+        stage = self.me.stage
+        return any(p.peer_id == peer_id and p.role == pb.ROLE_STAGE and p.stage == stage for p in self.peers)
+
     def live_replicas(self) -> int:
         """Working replicas of the own stage, this peer included."""
         return 1 + len(self.stage_peers(self.me.stage))

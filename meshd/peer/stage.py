@@ -159,6 +159,7 @@ class StagePeer:
             replicas=directory.replicas,
             origin=directory.origin,
             live_replicas=directory.live_replicas,
+            holds=directory.holds,
             frozen=lambda watermark: snapshots.frozen(watermark),
             stepped=lambda report: self._stepped(report, gossip),
             priors=priors,

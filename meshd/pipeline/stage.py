@@ -34,12 +34,14 @@ class Surroundings:
 
     replicas: working replicas of a stage, this peer left out. origin: where a peer of stage 0 can be reached that waits
     for microbatches of its own, also when it leaves and takes no others. live_replicas: of this peer's own stage, this
-    peer included. frozen: the model of a snapshot watermark, or None when it is not here. priors: what this peer has of
-    codec priors. fetch_prior: bring one that a peer of a stage names into it; raises MeshdError.
+    peer included. holds: whether a peer has claimed this peer's own stage, working or not yet. frozen: the model of a
+    snapshot watermark, or None when it is not here. priors: what this peer has of codec priors. fetch_prior: bring one
+    that a peer of a stage names into it; raises MeshdError.
     """
 
     replicas: Callable[[int], Sequence[Replica]]
     live_replicas: Callable[[], int]
+    holds: Callable[[str], bool]
     frozen: Callable[[int], Awaitable[StageModel | None]]
     stepped: Callable[[StepReport], None]
     priors: PriorStore

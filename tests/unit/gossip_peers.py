@@ -67,6 +67,7 @@ class Peer:
         around = Surroundings(
             replicas=lambda stage: [replica_of(other) for other in others if other != name],
             live_replicas=lambda: len(others),
+            holds=lambda peer_id: peer_id in others,
             frozen=_no_snapshot,
             stepped=_ignore,
             priors=no_priors(),

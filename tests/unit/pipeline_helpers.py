@@ -225,6 +225,7 @@ def make_stage(
     around = Surroundings(
         replicas=lambda stage: tuple(replicas),
         live_replicas=lambda: 1,
+        holds=lambda peer_id: False,
         frozen=no_snapshot,
         stepped=lambda report: None,
         priors=no_priors() if priors is None else priors,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from google.protobuf.message import Message
 from gossip_peers import BASE, COUNT, SHAPES, Peer, in_order, peers, replica_of, segments_of, virtual
 
 from meshd.gossip import listening as listening_module
-from meshd.gossip.exchange import agreed_offset
+from meshd.gossip.exchange import ExchangeRefused, agreed_offset
 from meshd.gossip.listening import catch_up
+from meshd.gossip.memory import LISTENERS
 from meshd.gossip.modular import SAMPLES
 from meshd.observe.log import fields_of
 from meshd.proto import meshd_pb2 as pb
@@ -77,6 +79,56 @@ def test_values_cross_one_way_only() -> None:
             for listener, sent, received in ((a, 0, 2 * COUNT), (b, 2 * COUNT, 0)):
                 assert listener.counted("gossip_sent_bytes") == sent + samples
                 assert listener.counted("gossip_received_bytes") == received + samples
+
+    virtual(main)
+
+
+def test_a_slow_listener_keeps_nobody_from_averaging() -> None:
+    """A stranger's, or one over a slow link: each message may take as long as a silence may."""
+
+    async def main() -> None:
+        async with peers("abcd") as (net, (a, b, c, d)):
+
+            def tap(source: str, target: str, message: Message) -> list[Delivery]:
+                slow = source in ("c:1", "d:1") and isinstance(message, pb.GossipMessage)
+                return [Delivery(message, 4.0 if slow else 0.0)]
+
+            net.tap = tap
+            listeners = [asyncio.create_task(listen(slow, "b")) for slow in (c, d)]
+            await asyncio.sleep(8.0)
+            assert b.gossip_service._listeners == LISTENERS
+            before = (a.vector - b.vector).norm()
+            assert await a.exchange("b")
+            assert (a.vector - b.vector).norm() < 0.1 * before
+            assert not any(listener.done() for listener in listeners)
+            assert all([await listener for listener in listeners])
+            await asyncio.sleep(5.0)  # what they said last is on its way
+            assert b.gossip_service._listeners == 0
+
+    virtual(main)
+
+
+def test_one_more_listener_than_there_are_places_is_told_to_come_again() -> None:
+    async def main() -> None:
+        async with peers("ab") as (_, (a, b)):
+            b.gossip_service._listeners = LISTENERS
+            with pytest.raises(ExchangeRefused, match="listen already"):
+                await a.gossip_service.follow(replica_of("b"), lambda: None)
+            assert b.gossip_service._listeners == LISTENERS
+
+    virtual(main)
+
+
+def test_what_one_who_has_not_claimed_the_stage_has_heard_does_not_count_as_kept() -> None:
+    """It would be lost with this peer, which would not even try to give it away as it leaves."""
+
+    async def main() -> None:
+        async with peers("ab") as (_, (a, b)):
+            b.stage.around = replace(b.stage.around, holds=lambda peer_id: False)
+            b.stage.runtime.keeping.stepped = 5
+            assert await listen(a, "b")
+            await asyncio.sleep(0)
+            assert b.stage.runtime.keeping.kept == 0
 
     virtual(main)
 
@@ -165,14 +217,14 @@ def test_a_listener_waits_for_a_busy_replica_longer_than_for_a_silent_one(
 
     async def main() -> None:
         async with peers("ab") as (_, (a, b)), asyncio.TaskGroup() as tasks:
-            b.gossip_service._turn = object()
+            b.gossip_service._listeners = LISTENERS
             listening = tasks.create_task(listen(a, "b"))
             await asyncio.sleep(30)
             assert not listening.done()
-            b.gossip_service._turn = None
+            b.gossip_service._listeners = 0
             await asyncio.sleep(2)
             assert listening.result()
-            b.gossip_service._turn = object()
+            b.gossip_service._listeners = LISTENERS
             assert not await listen(a, "b")  # it does not wait for ever either
             assert 90 < asyncio.get_running_loop().time() < 100
 
