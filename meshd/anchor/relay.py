@@ -25,7 +25,6 @@ from meshd.state.bundle import BundleStore
 
 log = logging.getLogger(__name__)
 
-_MAX_ADDRESS = 256
 # Offers that wait to be looked at; of one peer; files that wait to be fetched; peers that one may be fetched from.
 _MOST_OFFERS, _MOST_OF_ONE, _MOST_WANTED, _MOST_DONORS = 64, 4, 64, 8
 _FETCHERS = 4
@@ -82,16 +81,18 @@ class Relay:
         fetch: Fetch,
         offering: Offering,
         others: Callable[[], Sequence[Replica]],
+        address: Callable[[str], str | None],
         standing: Callable[[], tuple[int, int]],
         clock: Clock,
         metrics: Metrics,
         rng: random.Random,
     ) -> None:
-        """users: of the kinds and numbers that this replica uses. others: the other replicas of its stage. standing:
-        (inner steps in the weights here, global tokens known)."""
+        """users: of the kinds and numbers that this replica uses. others: the other replicas of its stage. address: of
+        a peer, by its record. standing: (inner steps in the weights here, global tokens known)."""
         self.board = Board()
         self._bounds, self._users, self._store, self._fetch = bounds, users, store, fetch
-        self._offering, self._others, self._standing = offering, others, standing
+        self._offering, self._others = offering, others
+        self._address, self._standing = address, standing
         self._clock, self._metrics, self._rng = clock, metrics, rng
         self._offers: deque[pb.PriorOffer] = deque()
         self._wanted: OrderedDict[bytes, _Wanted] = OrderedDict()
@@ -109,10 +110,11 @@ class Relay:
         """Answer an offer at once; it is looked at later. Raises MismatchError."""
         if offer.run_id != self._bounds.run_id or offer.protocol != PROTOCOL_VERSION:
             raise MismatchError(f"an offer of run {offer.run_id[:40]!r}, protocol {offer.protocol}")
-        if len(offer.notices) > MAX_NOTICES or len(offer.address) > _MAX_ADDRESS or len(offer.peer_id) > 64:
-            raise MismatchError(
-                f"an offer of {len(offer.notices)} notices, or a longer address than there is"
-            )
+        if len(offer.notices) > MAX_NOTICES:
+            raise MismatchError(f"an offer of {len(offer.notices)} notices; at most {MAX_NOTICES} are taken")
+        if self._address(offer.peer_id) is None:
+            # Files are fetched where a record says that the peer is: else anybody could be made to connect anywhere.
+            raise MismatchError(f"an offer by {offer.peer_id[:64]!r}, who has no record here yet")
         seen = self.board.seen()
         waiting = sum(other.peer_id == offer.peer_id for other in self._offers)
         if len(self._offers) < _MOST_OFFERS and waiting < _MOST_OF_ONE:
@@ -149,7 +151,9 @@ class Relay:
             while not self._offers:
                 await self._event.wait()
             offer = self._offers.popleft()
-            donor = Donor(offer.peer_id, offer.address)
+            if (address := self._address(offer.peer_id)) is None:
+                continue  # gone meanwhile
+            donor = Donor(offer.peer_id, address)
             entries = [entry for signed in offer.notices if (entry := self._read(signed, donor)) is not None]
             new = [entry for entry in entries if self._is_news(entry, donor)]
             honest = await asyncio.to_thread(lambda entries: [authentic(entry) for entry in entries], new)

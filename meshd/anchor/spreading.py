@@ -80,18 +80,17 @@ class Bucket:
 
 
 class Offering:
-    """Offers notices to single peers, within the run's rate. The peer fetches the files from `address`."""
+    """Offers notices to single peers, within the run's rate. They fetch the files where this peer's record says."""
 
     def __init__(
         self,
         peer_id: str,
-        address: str,
         run: ResolvedRun,
         transport: Transport,
         clock: Clock,
         metrics: Metrics,
     ) -> None:
-        self._peer_id, self._address, self._run_id = peer_id, address, run.run_id
+        self._peer_id, self._run_id = peer_id, run.run_id
         self._transport, self._clock, self._metrics = transport, clock, metrics
         self._bucket = Bucket(run.spec.anchors.bps)
         self._turn = asyncio.Lock()  # to send: else many would find the bucket full at once
@@ -103,7 +102,6 @@ class Offering:
             run_id=self._run_id,
             protocol=PROTOCOL_VERSION,
             notices=[entry.signed for entry in entries],
-            address=self._address,
             peer_id=self._peer_id,
             whole=whole,
         )
@@ -141,7 +139,6 @@ class Publisher:
     def __init__(
         self,
         identity: Identity,
-        address: str,
         run: ResolvedRun,
         store: BundleStore,
         transport: Transport,
@@ -150,10 +147,10 @@ class Publisher:
         metrics: Metrics,
         rng: random.Random,
     ) -> None:
-        """address: where this peer's files are fetched, host:port. replicas: `Directory.replicas`, of a stage."""
+        """replicas: `Directory.replicas`, of a stage."""
         self._identity, self._run, self._store = identity, run, store
         self._replicas, self._clock, self._rng = replicas, clock, rng
-        self._offering = Offering(identity.peer_id, address, run, transport, clock, metrics)
+        self._offering = Offering(identity.peer_id, run, transport, clock, metrics)
         self._newest: dict[Key, Entry] = {}
         self._kept: dict[Key, list[str]] = {}  # bundles, oldest first
         self._unoffered: dict[Key, Entry] = {}

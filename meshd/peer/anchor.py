@@ -38,7 +38,6 @@ from meshd.pipeline.exhaustion import with_memory
 from meshd.pipeline.worker import DeviceWorker
 from meshd.priors.features import RANK
 from meshd.proto import meshd_pb2 as pb
-from meshd.state.bundle import BundleStore
 from meshd.state.donor import Donor
 from meshd.state.stage_state import WEIGHTS
 from meshd.wire import codec_named
@@ -134,7 +133,6 @@ class AnchorPeer:
 
     async def _work(self, device: torch.device) -> None:
         parts, spec, store = self._parts, self._run.spec, self._supply.store
-        await asyncio.to_thread(_drop_priors, store)
         async with DeviceWorker() as worker:
             model = await self._load(device)
             links = Links(
@@ -154,7 +152,6 @@ class AnchorPeer:
             passes = await worker.run(await self._passes(model, device))
             publisher = Publisher(
                 self._identity,
-                self._directory.me.address,
                 self._run,
                 store,
                 parts.transport,
@@ -242,13 +239,6 @@ class AnchorPeer:
             self._parts.metrics.gauge("device_busy_share", busy)
             before, since = worker.busy_s, now
             self._directory.me.weight_version = min(follower.version or 0 for follower in followers)
-
-
-def _drop_priors(store: BundleStore) -> None:
-    """Delete what an earlier start has left: nobody refers to it from here."""
-    for bundle in store.names():
-        if bundle.startswith(("prior/", "weights/")):
-            store.delete(bundle)
 
 
 def _filled(stage: StageModel, weights: Path, device: torch.device) -> None:

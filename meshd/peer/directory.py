@@ -227,6 +227,10 @@ class Directory:
         """Addresses of those who may have a stage's bundles: its replicas and the seeds."""
         return _addresses(self.stage_peers(stage)) + _addresses(self.seeds())
 
+    def address(self, peer_id: str) -> str | None:
+        """Where a peer can be reached; None: it has no record."""
+        return next((p.address for p in self.peers if p.peer_id == peer_id and p.address), None)
+
     def everyone(self) -> list[str]:
         return _addresses(self.peers)
 

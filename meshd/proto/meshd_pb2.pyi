@@ -562,20 +562,18 @@ class GossipRefusal(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., busy: bool = ...) -> None: ...
 
 class PriorOffer(_message.Message):
-    __slots__ = ("run_id", "protocol", "notices", "address", "peer_id", "whole")
+    __slots__ = ("run_id", "protocol", "notices", "peer_id", "whole")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NOTICES_FIELD_NUMBER: _ClassVar[int]
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     protocol: int
     notices: _containers.RepeatedCompositeFieldContainer[SignedNotice]
-    address: str
     peer_id: str
     whole: bool
-    def __init__(self, run_id: _Optional[str] = ..., protocol: _Optional[int] = ..., notices: _Optional[_Iterable[_Union[SignedNotice, _Mapping]]] = ..., address: _Optional[str] = ..., peer_id: _Optional[str] = ..., whole: bool = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., protocol: _Optional[int] = ..., notices: _Optional[_Iterable[_Union[SignedNotice, _Mapping]]] = ..., peer_id: _Optional[str] = ..., whole: bool = ...) -> None: ...
 
 class PriorAnswer(_message.Message):
     __slots__ = ("seen",)

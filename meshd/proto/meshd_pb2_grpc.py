@@ -383,8 +383,9 @@ class AnchorServicer(object):
     def Offer(self, request, context):
         """By a peer that has priors (an anchor, or a replica that passes them on), to a replica of the stage that uses them:
         when it has a new one, and for replicas now and then. Notices only: the receiver fetches the files that it lacks,
-        bundle `prior/HASH` or `weights/HASH`, from `address`. The answer comes at once, before anything is checked or
-        fetched. What a notice says and its signature are checked before its file is asked for.
+        bundle `prior/HASH` or `weights/HASH`, from the caller, at the address in its record: who has none is refused. The
+        answer comes at once, before anything is checked or fetched. What a notice says and its signature are checked before
+        its file is asked for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

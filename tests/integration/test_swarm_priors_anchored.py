@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 from swarm import Additions, Swarm, swarm, tiny_spec
 from test_swarm_priors import BACKWARD, FORWARD, Frames, named
 
+from meshd import PROTOCOL_VERSION
 from meshd.anchor.spreading import Publisher
 from meshd.config.runspec import RunSpec
 from meshd.identity import Identity
@@ -45,6 +46,9 @@ class Served:
 
     def __init__(self, donor: Donor) -> None:
         self.manifest, self.fetch = donor.manifest, donor.fetch
+
+    async def status(self, request: pb.StatusRequest) -> pb.StatusReply:
+        return pb.StatusReply()
 
 
 @dataclass
@@ -82,10 +86,18 @@ async def anchor(s: Swarm, name: str = "anchor") -> AsyncIterator[Anchor]:
     directory = s.peers["seed"].status.directory
     assert directory is not None
     publisher = Publisher(
-        identity, address, s.run, store, s.network.transport(address), directory.replicas, s.clock, metrics,
+        identity, s.run, store, s.network.transport(address), directory.replicas, s.clock, metrics,
         random.Random(name),
     )  # fmt: skip
     s.network.register(address, Served(Donor(store, s.run.run_id, clock=s.clock)))  # type: ignore[arg-type]
+    record = pb.Record(
+        run_id=s.run.run_id, peer_id=identity.peer_id, name=name, role=pb.ROLE_ANCHOR, stage=-1,
+        state=pb.PEER_STATE_WORKING, address=address, protocol=PROTOCOL_VERSION, incarnation=1, version=1,
+        expires=s.clock.time() + 100_000.0,
+    )  # fmt: skip
+    s.registry.book.add(record, s.clock.time())
+    directories = [peer.status.directory for peer in s.peers.values()]
+    await s.until(lambda: all(each is not None and each.address(identity.peer_id) for each in directories))
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(publisher.run())
         yield Anchor(s, publisher, metrics)
@@ -96,7 +108,7 @@ def test_weight_priors_reach_all_replicas_correct_their_steps_and_end_with_their
     tiny_model: Path, adapt_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     added = Additions(monkeypatch)
-    spec = spec_of(tiny_model, adapt_text, 30)
+    spec = spec_of(tiny_model, adapt_text, 60)
 
     async def main() -> None:
         async with swarm(spec, tmp_path) as s:
@@ -169,7 +181,7 @@ def test_a_sender_changes_to_an_anchors_codec_prior_without_a_safe_frame_between
 ) -> None:
     added = Additions(monkeypatch)
     wire = {"forward": FORWARD, "backward": BACKWARD, "prior_tokens": 1024}
-    spec = spec_of(tiny_model, adapt_text, 80, wire=wire)
+    spec = spec_of(tiny_model, adapt_text, 160, wire=wire)
 
     async def main() -> None:
         async with swarm(spec, tmp_path) as s:

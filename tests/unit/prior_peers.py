@@ -130,6 +130,7 @@ class Fleet:
     clock: VirtualClock
     peers: dict[str, Peer] = field(default_factory=dict)
     running: list[asyncio.Task[None]] = field(default_factory=list)
+    addresses: dict[str, str] = field(default_factory=dict)
     fetched: Counter[str] = field(default_factory=Counter)
     """Files that each address has asked for."""
 
@@ -137,6 +138,12 @@ class Fleet:
         return [
             Replica(name, name, f"{name}:1") for name, peer in self.peers.items() if peer.relay is not None
         ]
+
+    def address(self, peer_id: str) -> str | None:
+        """By records: of an anchor, a replica, or else the stranger; not of `unknown`."""
+        if peer_id == "unknown":
+            return None
+        return self.addresses.get(peer_id, "stranger:1")
 
     def _parts(self, name: str) -> Peer:
         return Peer(name, Metrics(self.clock), BundleStore(self.root / name / "bundles"))
@@ -156,8 +163,9 @@ class Fleet:
             {(WEIGHTS, 1): peer.taker},
             peer.store,
             fetch,
-            Offering(name, f"{name}:1", self.run, transport, self.clock, peer.metrics),
+            Offering(name, self.run, transport, self.clock, peer.metrics),
             lambda: [replica for replica in self.replicas() if replica.peer_id != name],
+            self.address,
             lambda: (3, 500),
             self.clock,
             peer.metrics,
@@ -170,27 +178,29 @@ class Fleet:
 
     def _serve(self, name: str, peer: Peer) -> None:
         donor = Donor(peer.store, RUN_ID, clock=self.clock)
+        self.addresses[name] = f"{name}:1"
         self.net.register(f"{name}:1", cast(Any, Handlers(donor, peer.relay)))
 
     def anchor(self, name: str) -> tuple[Publisher, Peer]:
         """Start one."""
         peer = self._parts(name)
         publisher = Publisher(
-            identity(self.root, name), f"{name}:1", self.run, peer.store, self.net.transport(f"{name}:1"),
+            identity(self.root, name), self.run, peer.store, self.net.transport(f"{name}:1"),
             lambda stage: self.replicas() if stage == 1 else [], self.clock, peer.metrics, random.Random(name),
         )  # fmt: skip
         self.peers[name] = peer
         self._serve(name, peer)
+        self.addresses[identity(self.root, name).peer_id] = f"{name}:1"
         self.running.append(self.tasks.create_task(publisher.run(), name=name))
         return publisher, peer
 
     async def offer(
         self, to: str, *entries: Entry, peer_id: str = "stranger", whole: bool = False
     ) -> pb.PriorAnswer:
-        """As a stranger, who serves files at stranger:1."""
+        """As a stranger with such a record, who serves files at stranger:1."""
         request = pb.PriorOffer(
             run_id=RUN_ID, protocol=PROTOCOL_VERSION, notices=[entry.signed for entry in entries],
-            address="stranger:1", peer_id=peer_id, whole=whole,
+            peer_id=peer_id, whole=whole,
         )  # fmt: skip
         return await self.net.transport("stranger:1").offer(f"{to}:1", request)
 

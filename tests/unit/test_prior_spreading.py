@@ -241,10 +241,29 @@ def test_the_honest_file_comes_from_the_second_who_offers_it(tmp_path: Path) -> 
     run_virtual(main())
 
 
+def test_who_has_no_record_makes_nobody_connect_anywhere(tmp_path: Path) -> None:
+    """Files are fetched where the records say, not where an offer would like it."""
+
+    async def main() -> None:
+        async with fleet(tmp_path, 1) as f:
+            store, author = f.stranger(), identity(tmp_path, "author")
+            entry = sealed(author, DATA)
+            store.write(bundle_of(WEIGHTS, entry.notice.name), {PRIOR: DATA}, {})
+            with pytest.raises(MismatchError, match="no record"):
+                await f.offer("r0", entry, peer_id="unknown")
+            await asyncio.sleep(60)
+            assert not f.fetched
+            assert f.peers["r0"].taker.taken == []
+            await f.offer("r0", entry)
+            await f.until(lambda: f.all_have(DATA))
+
+    run_virtual(main())
+
+
 async def _offered_by(f: Fleet, source: str, target: str, entry: Entry) -> None:
     request = pb.PriorOffer(
         run_id=entry.notice.run_id, protocol=PROTOCOL_VERSION, notices=[entry.signed],
-        address=f"{source}:1", peer_id=source,
+        peer_id=source,
     )  # fmt: skip
     await f.net.transport(f"{source}:1").offer(f"{target}:1", request)
 
