@@ -1,7 +1,7 @@
 """How replicas average, for scripts/benchmarks/gossip.py: the product's gossip, and what it is compared with."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -83,17 +83,10 @@ class Dense:
 
 
 class Replica:
-    """What the product keeps for one replica of a fleet."""
+    """What the product keeps for one replica."""
 
-    def __init__(self, fleet: Fleet, row: int, arm: Arm) -> None:
-        self.row = row
-        views, base = fleet.named(fleet.values[row : row + 1].detach()), fleet.named(fleet.start[None])
-        self.flat = FlatParameters(
-            {name: torch.nn.Parameter(view[0], requires_grad=False) for name, view in views.items()},
-            {name: tensor[0] for name, tensor in base.items()},
-        )
-        if self.flat.count != fleet.count:
-            raise AssertionError("a fleet's values are those of its parameters")
+    def __init__(self, flat: FlatParameters, row: int, arm: Arm) -> None:
+        self.flat, self.row = flat, row
         self.coverage, self.distances = Coverage(arm.subset, 0), Distances()
         self.exchanges = [0] * arm.subset  # by offset
         self.outer = OuterStep(self.flat, arm.outer_momentum)
@@ -143,11 +136,14 @@ class Pairs:
     """The product's gossip: random pairs exchange every so many steps. `_exchange` is Exchange.run of
     meshd/gossip/exchange.py without messages, and with equal shares: all replicas do equal work."""
 
-    def __init__(self, fleet: Fleet, arm: Arm) -> None:
-        self._fleet, self._arm = fleet, arm
-        self._replicas = [Replica(fleet, row, arm) for row in range(len(fleet.values))]
-        self._random = random.Random(fleet.training.seed)
-        self._seed = subset_seed(f"benchmark {fleet.training.seed}", 0)
+    def __init__(
+        self, flats: Sequence[FlatParameters], arm: Arm, seed: int, moments: Callable[[], list[Tensor]] = list
+    ) -> None:
+        """flats: of replicas, an even number. moments: AdamW's, (replicas, count) each, where the arm averages them."""
+        self._arm, self._moments = arm, moments
+        self._replicas = [Replica(flat, row, arm) for row, flat in enumerate(flats)]
+        self._random = random.Random(seed)
+        self._seed = subset_seed(f"benchmark {seed}", 0)
         self.bytes_sent = self.exchanged = self.fewest = 0
 
     def stepped(self, step: int) -> None:
@@ -200,7 +196,7 @@ class Pairs:
 
     def _segments(self, offset: int) -> Iterator[tuple[Tensor, int]]:
         """Positions that an exchange covers, and their first block."""
-        count, subset = self._fleet.count, self._arm.subset
+        count, subset = self._replicas[0].flat.count, self._arm.subset
         blocks = -(-count // subset)
         for first in range(0, blocks, SEGMENT_BLOCKS):
             positions = covered(first, min(blocks, first + SEGMENT_BLOCKS), subset, offset, self._seed)
@@ -233,7 +229,7 @@ class Pairs:
 
     def _average_moments(self, rows: list[int], positions: Tensor) -> None:
         """Exactly; counted as bf16."""
-        for moment in self._fleet.moments():
+        for moment in self._moments():
             mean = sum(moment[row, positions] for row in rows) / len(rows)
             for row in rows:
                 moment[row, positions] = mean
@@ -323,6 +319,19 @@ def _values_sent(shapes: dict[str, torch.Size], ranks: dict[str, int]) -> int:
     return sum(ranks[name] * sum(shape) if name in ranks else shape.numel() for name, shape in shapes.items())
 
 
+def _flats(fleet: Fleet) -> list[FlatParameters]:
+    """A fleet's replicas as the product sees them."""
+    base = {name: tensor[0] for name, tensor in fleet.named(fleet.start[None]).items()}
+    flats = []
+    for row in fleet.values.detach().split(1):
+        views = {name: view[0] for name, view in fleet.named(row).items()}
+        parameters = {name: torch.nn.Parameter(view, requires_grad=False) for name, view in views.items()}
+        flats.append(FlatParameters(parameters, base))
+        if flats[-1].count != fleet.count:
+            raise AssertionError("a fleet's values are those of its parameters")
+    return flats
+
+
 def averaging(arm: Arm, fleet: Fleet) -> Averaging:
     """What an arm does after inner steps."""
     match arm.kind:
@@ -331,7 +340,7 @@ def averaging(arm: Arm, fleet: Fleet) -> Averaging:
         case "local":
             return Local()
         case "gossip":
-            return Pairs(fleet, arm)
+            return Pairs(_flats(fleet), arm, fleet.training.seed, fleet.moments)
         case "sparse":
             return Sparse(fleet, arm)
         case "powersgd":

@@ -12,15 +12,24 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def machine() -> str:
+    """What this was measured on, in words."""
+    return (
+        f"{platform.machine()}, {psutil.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"
+    )
+
+
+def commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return found.stdout.strip()
+
+
 def save(path: Path, rows: list[dict], **more: object) -> None:
     """Write a whole result in one step: a run that failed on the way has written nothing over the last good one."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
     result = {
         "command": " ".join([f"scripts/benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
-        "commit": commit.stdout.strip(),
-        "machine": f"{platform.machine()}, {psutil.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB",
+        "commit": commit(),
+        "machine": machine(),
         "date": datetime.date.today().isoformat(),
         **more,
         "rows": rows,
