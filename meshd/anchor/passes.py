@@ -20,8 +20,11 @@ from meshd.priors.fit import fit
 from meshd.priors.stats import SAMPLES, BoundaryStats
 from meshd.priors.weight import WeightPrior, WeightStats
 
-RECENT = 2
-"""Refreshes over which a weight's power is a mean."""
+RECENT = 4
+"""Microbatches over which a weight's power is a mean."""
+KEPT = 0.25
+"""Share of a weight's mean clean gradient that a refresh leaves of the one before: gradients of older weights mislead.
+Of microbatches at the same weights the mean, and how well they agree, is known from the first refresh on."""
 
 
 def stats_bytes(hidden: int, rank: int) -> int:
@@ -77,9 +80,8 @@ class BoundaryMoments:
 class CleanPasses:
     """An anchor's copy of the model and what it has measured with it.
 
-    Gradients of several microbatches add up in the parameters; `count_in` makes of their mean one clean gradient of
-    each corrected weight. Nothing but these weights gets a gradient from now on: whoever wants to know which parameters
-    are trained asks the stages before.
+    Each microbatch gives one clean gradient of every corrected weight. Nothing but these weights gets a gradient from
+    now on: whoever wants to know which parameters are trained asks the stages before.
     """
 
     def __init__(
@@ -89,17 +91,17 @@ class CleanPasses:
         device: torch.device,
         *,
         rank: int,
+        passes: int,
         boundary_tokens: int,
         seed: int,
         codecs: Sequence[Codecs] = (),
         offload: bool = False,
     ) -> None:
         """features: on any device; None: no boundary priors are wanted. rank: of weight priors; 0: none are wanted.
-        boundary_tokens: that a boundary prior is fitted to, at least. codecs: by boundary. offload: stages are on the
-        CPU, and on the device only while it is their turn."""
+        passes: of a refresh. boundary_tokens: that a boundary prior is fitted to, at least. codecs: by boundary.
+        offload: stages are on the CPU, and on the device only while it is their turn."""
         self._model, self._device, self._offload = model, device, offload
         self._rank, self._generator = rank, torch.Generator().manual_seed(seed)
-        self._passes = 0
         self.boundaries: list[BoundaryMoments] = []
         if features is not None:
             there = features.on(device)
@@ -121,7 +123,9 @@ class CleanPasses:
                 wanted = decoder_matrix(name, parameter.shape, stage.family)
                 parameter.requires_grad_(wanted)
                 if wanted and rank:
-                    corrected[name] = WeightStats(parameter.shape, device=at, recent=RECENT)
+                    corrected[name] = WeightStats(
+                        parameter.shape, device=at, beta=KEPT ** (1 / passes), recent=RECENT
+                    )
             self._weights.append(corrected)
 
     @property
@@ -134,14 +138,11 @@ class CleanPasses:
         """Tokens until every boundary has enough for its first prior."""
         return max((boundary.lacking for boundary in self.boundaries), default=0)
 
-    def begin(self) -> None:
-        """Forget gradients, those of passes that were broken off as well."""
+    def run(self, batch: Microbatch) -> int:
+        """One pass, forward and backward. Returns in how many weights the gradient was not finite, and was left out."""
+        # Those of a pass that was broken off as well.
         for stage in self._model.stages:
             stage.zero_grad(set_to_none=True)
-        self._passes = 0
-
-    def run(self, batch: Microbatch) -> None:
-        """One pass, forward and backward."""
         there = _on(batch, self._device)
         stats = [boundary.now for boundary in self.boundaries]
         if self._offload:
@@ -150,11 +151,9 @@ class CleanPasses:
             clean_pass(self._model, there, stats)
         else:
             torch.autograd.backward(self._model.loss(there, lambda hidden, _: hidden))
-        self._passes += 1
+        return self._count_in()
 
-    def count_in(self) -> int:
-        """Make the passes since `begin` one clean gradient of every weight. Returns in how many weights it was not
-        finite, and was left out."""
+    def _count_in(self) -> int:
         skipped = 0
         for stage, weights in zip(self._model.stages, self._weights, strict=True):
             named = stage.named()
@@ -163,7 +162,7 @@ class CleanPasses:
                 if gradient is None:
                     continue
                 before = stats.skipped
-                stats.add(gradient / max(1, self._passes))
+                stats.add(gradient)
                 skipped += stats.skipped - before
                 named[name].grad = None
         return skipped

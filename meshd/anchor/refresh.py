@@ -146,18 +146,17 @@ class Refresher:
         """Run clean passes. Returns the label tokens that their gradients are of, as they count in a merge: those of
         the passes of a usual refresh at most."""
         passes, worker = self._passes, self._worker
-        await worker.run(passes.begin)
         data = self._spec.data
         most = int(_SPARE * passes.lacking / (data.microbatch * data.seq_len)) + 1 if passes.lacking else 0
-        tokens = done = 0
+        tokens = done = skipped = 0
         while done < self._spec.anchors.passes or (passes.lacking and done < most):
             done += 1
             self.doing = f"running clean passes: {done} of {max(done, self._spec.anchors.passes)}"
             batch = await worker.run(self._swarm.next_batch)
-            await worker.run(partial(passes.run, batch))
+            skipped += await worker.run(partial(passes.run, batch))
             self._metrics.count("anchor_passes")
             tokens += batch.label_tokens
-        if skipped := await worker.run(passes.count_in):
+        if skipped:
             event(log, "gradient_skipped", level=logging.WARNING, reason="not finite", weights=skipped)
         return min(tokens, self._spec.anchors.passes * data.microbatch * data.seq_len)
 

@@ -211,6 +211,7 @@ class AnchorPeer:
             features,
             device,
             rank=0 if anchors.corrector == "none" else anchors.rank,
+            passes=anchors.passes,
             boundary_tokens=wire.prior_tokens,
             codecs=[(codec_named(pair.forward), codec_named(pair.backward)) for pair in pairs],
             seed=stream_seed(run.run_id, self._directory.me.peer_id) % 2**31,

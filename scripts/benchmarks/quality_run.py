@@ -196,6 +196,7 @@ class Anchor:
             features,
             CPU,
             rank=0 if arm.corrector == "none" and not arm.only else arm.rank or 1 << 20,
+            passes=arm.passes,
             boundary_tokens=spec.wire.prior_tokens,
             seed=spec.seed * 100 + number,
             codecs=[pair] * self._model.boundaries,
@@ -204,12 +205,10 @@ class Anchor:
 
     def measure(self, version: int, tokens: int) -> tuple[list[BoundaryPrior], list[Held]]:
         """One refresh, at the weights that are here: codec priors that are worth sending, weight priors by stage."""
-        self.passes.begin()
         done = 0
         while done < self._arm.passes or self.passes.lacking:
             self.passes.run(self._stream.next()[1])
             done += 1
-        self.passes.count_in()
         boundaries = []
         for number, moments in enumerate(self.passes.boundaries):
             prior, better = moments.prior(number, tokens)
