@@ -202,13 +202,13 @@ def test_an_anchor_that_dies_in_a_pass_is_missed_by_nobody_and_comes_back(
     run = CleanPasses.run
     reached: list[Callable[[], object]] = []
 
-    def counted(self: CleanPasses, batch: Any) -> None:
+    def counted(self: CleanPasses, batch: Any) -> int:
         nonlocal runs
         runs += 1
         if runs == 3:  # in the middle of its second refresh
             reached.pop()()
             time.sleep(0.3)
-        run(self, batch)
+        return run(self, batch)
 
     monkeypatch.setattr(CleanPasses, "run", counted)
 
