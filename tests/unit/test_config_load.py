@@ -168,6 +168,6 @@ def test_a_wrong_link_is_explained(tmp_path: Path, line: str, field: str, words:
 
 def test_a_link_is_shaped_as_the_file_says(tmp_path: Path) -> None:
     path = write(tmp_path, "[link]\ndelay_ms = 40\nrate_bps = 20_000_000\n", "peer.toml")
-    link = load_peer_config(path).link
+    link = load_peer_config(path, {"link": "meshd:run@/ip4/192.0.2.1"}).link  # the argument of `meshd join`
     assert (link.delay_ms, link.jitter_ms, link.rate_bps) == (40.0, 0.0, 20_000_000)
     assert load_peer_config().link.rate_bps == 0
