@@ -26,13 +26,14 @@ UNTIMED = 16
 class Sink:
     async def link(self, duplex: Duplex[pb.LinkMessage]) -> None:
         """Reports what came, and how fast from chunk UNTIMED on, bytes with headers."""
-        count, weight, began = 0, 0, 0.0
+        count, weight, before, began, ended = 0, 0, 0, 0.0, 0.0
         async for message in duplex:
             count += 1
             weight += wire_bytes(message.ByteSize())
+            ended = time.monotonic()
             if count == UNTIMED:
-                began, before = time.monotonic(), weight
-        rate_bps = (weight - before) * 8 / (time.monotonic() - began)
+                began, before = ended, weight
+        rate_bps = (weight - before) * 8 / (ended - began)
         print(json.dumps({"bytes": weight, "rate_bps": rate_bps}), flush=True)
 
 

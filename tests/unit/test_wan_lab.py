@@ -168,6 +168,13 @@ def test_wrong_options_are_explained(
     assert words in capsys.readouterr().err
 
 
+def test_help_can_be_had(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parser().parse_args(["--help"])
+    assert caught.value.code == 0
+    assert "send at 95% of it" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_machine_that_will_not_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(shutil, "which", lambda tool: f"/sbin/{tool}")

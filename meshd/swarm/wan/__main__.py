@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--pace",
         action="store_true",
-        help=f"peers know their uplink and send at {PACE:.0%} of it at most: then what is urgent overtakes",
+        help=f"peers know their uplink and send at {PACE:.0%}% of it at most: then what is urgent overtakes",
     )
     made.add_argument("--warmup", type=_seconds, default=10.0, help="seconds from the first commit on (10)")
     end = made.add_mutually_exclusive_group()
