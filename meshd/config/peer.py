@@ -27,8 +27,7 @@ class LinkTable(Table):
     rate_bps: int = Field(
         0,
         ge=0,
-        le=1_000_000_000_000,
-        description=f"bits/s that all connections together send, {MIN_RATE_BPS} or more; 0: no limit",
+        description=f"bits/s that all connections together send, {MIN_RATE_BPS:_} or more; 0: no limit",
     )
 
     @field_validator("rate_bps")

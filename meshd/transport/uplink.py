@@ -70,6 +70,7 @@ class Uplink:
         finally:
             del self._changed[ticket.number]
             self._bucket.withdraw(ticket, self.clock.monotonic())
+            self._tell(self._bucket)
             if (best := self._bucket.best) is not None:
                 self._changed[best.number].set()
         assert ticket.left_at is not None
@@ -85,18 +86,21 @@ class Uplink:
     async def _turn(self, bucket: Bucket, ticket: Ticket) -> None:
         """Whose turn it is watches the clock, for all; the others sleep until something changes."""
         changed = self._changed[ticket.number]
+        self._tell(bucket)
         while ticket.left_at is None:
-            now = self.clock.monotonic()
-            for other in bucket.advance(now):
-                if other.number in self._changed:
-                    self._changed[other.number].set()
-            if ticket.left_at is not None:
-                return
             if bucket.best is ticket:
-                await self.clock.sleep(max(_NAP_S, bucket.through_at(ticket) - now))
+                wait = bucket.through_at(ticket) - self.clock.monotonic()
+                await self.clock.sleep(max(_NAP_S, wait))
             else:
                 await changed.wait()
                 changed.clear()
+            self._tell(bucket)
+
+    def _tell(self, bucket: Bucket) -> None:
+        """Wake whose bytes have left, whoever noticed."""
+        for ticket in bucket.advance(self.clock.monotonic()):
+            if ticket.number in self._changed:
+                self._changed[ticket.number].set()
 
 
 class ShapedQueue(Generic[M]):

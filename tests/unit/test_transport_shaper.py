@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
@@ -276,6 +277,58 @@ def test_a_broken_stream_frees_who_waits_for_the_link_at_once() -> None:
         return str(caught.value)
 
     run_virtual(main())
+
+
+def test_a_late_loop_forgets_nobody() -> None:
+    """What got through while nobody looked is told so, whoever looks next, and though nothing is left to wait for."""
+
+    class Late(VirtualClock):
+        skew = 0.0
+
+        def monotonic(self) -> float:
+            return super().monotonic() + self.skew
+
+    async def main() -> None:
+        clock = Late()
+        link = Uplink(LinkShape(rate_bps=RATE), clock, random.Random(1))
+        async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+            for size, priority in ((1_000_000, Priority.FORWARD), (10_000, Priority.STATE)):
+                group.create_task(link.admit(size, priority))
+            await asyncio.sleep(0.5)
+            clock.skew = 100.0
+            await link.admit(10, Priority.CONTROL)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_whatever_comes_and_goes_everybody_is_served_and_the_rate_is_kept(seed: int) -> None:
+    rng = random.Random(seed)
+    left: list[tuple[float, int]] = []
+
+    async def main() -> None:
+        link = uplink(rate_bps=RATE)
+
+        async def one() -> None:
+            await asyncio.sleep(rng.random() * 5)
+            size = rng.choice([0, 100, 10_000, 300_000])
+            work = link.admit(size, rng.choice(list(Priority)))
+            if rng.random() < 0.2:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(work, rng.random())
+            else:
+                left.append((await work, wire_bytes(size)))
+
+        async with asyncio.timeout(200), asyncio.TaskGroup() as group:
+            for _ in range(300):
+                group.create_task(one())
+
+    run_virtual(main())
+    total = 0
+    for at, size in sorted(left):
+        total += size
+        assert total <= BURST + RATE / 8 * at + 1
+    assert total > 0.8 * RATE / 8 * at, "the link was busy all the time, if partly for those who gave up"
 
 
 def test_a_wait_that_is_cancelled_leaves_the_stream_whole() -> None:
