@@ -40,6 +40,8 @@ from meshd.state.disk import disk_faults
 from meshd.transport.base import Transport
 from meshd.transport.grpc_client import GrpcTransport
 from meshd.transport.grpc_server import serve
+from meshd.transport.shaper import LinkShape
+from meshd.transport.uplink import Uplink
 
 log = logging.getLogger(__name__)
 
@@ -135,9 +137,11 @@ class Daemon:
         self._peer = peer = Peer(config, me, self.clock, self.rng, self.identity)
         if self.leaving:
             peer.leave()
+        shape = LinkShape(config.link.delay_ms / 1000, config.link.jitter_ms / 1000, config.link.rate_bps)
+        uplink = Uplink.of(shape, self.clock, self.rng)
         async with (
-            serve(peer.handlers, config.listen, config.port) as server,
-            _closing(GrpcTransport()) as transport,
+            serve(peer.handlers, config.listen, config.port, uplink=uplink) as server,
+            _closing(GrpcTransport(uplink=uplink)) as transport,
             self._healthz(peer) as health,
             self._registered(me.run_id, run, folder, transport) as registry,
         ):

@@ -72,7 +72,7 @@ def load_run_spec(path: Path) -> RunSpec:
 
 
 def load_peer_config(path: Path | None = None, options: Mapping[str, object] | None = None) -> PeerConfig:
-    """Defaults, overridden by the TOML file `path`, overridden by `options` (those that are not None).
+    """Defaults, overridden by the TOML file `path`, overridden by `options` (plain fields that are not None).
 
     `state_dir` comes out absolute: from the file relative to the file's directory, from the options to the working
     directory. Raises ConfigError.
@@ -84,7 +84,12 @@ def load_peer_config(path: Path | None = None, options: Mapping[str, object] | N
         sources.append(str(path))
         if isinstance(state_dir := values.get("state_dir"), str):
             values["state_dir"] = str(path.resolve().parent / Path(state_dir).expanduser())
-    given = {name: value for name, value in (options or {}).items() if value is not None}
+    # Options are plain fields. `meshd join` has an argument that is called like a table: the swarm's link.
+    given = {
+        name: value
+        for name, value in (options or {}).items()
+        if value is not None and table_at(PeerConfig, [name]) is None
+    }
     if given:
         sources.append("options")
     config = validate(PeerConfig, {**values, **given}, " and ".join(sources) or "defaults")

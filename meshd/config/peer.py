@@ -5,11 +5,39 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from meshd.config.runspec import Table
 
 Role = Literal["stage", "seed", "anchor"]
+
+# A slower link could not even say that it is there.
+MIN_RATE_BPS = 10_000
+
+
+class LinkTable(Table):
+    """This peer's uplink made slower than it is: all that it sends over gRPC (docs/lab.md)."""
+
+    delay_ms: float = Field(
+        0.0, ge=0.0, le=1000.0, description="one-way delay of what this peer sends, in ms; 0: none"
+    )
+    jitter_ms: float = Field(
+        0.0, ge=0.0, le=1000.0, description="up to so many ms more, by chance; order is kept within a stream"
+    )
+    rate_bps: int = Field(
+        0,
+        ge=0,
+        description=f"bits/s that all connections together send, {MIN_RATE_BPS:_} or more; 0: no limit",
+    )
+
+    @field_validator("rate_bps")
+    @classmethod
+    def _enough(cls, rate_bps: int) -> int:
+        if 0 < rate_bps < MIN_RATE_BPS:
+            raise ValueError(
+                f"give bits/s (20_000_000 is 20 Mbit/s), {MIN_RATE_BPS} or more, or 0 for no limit"
+            )
+        return rate_bps
 
 
 class PeerConfig(Table):
@@ -55,3 +83,4 @@ class PeerConfig(Table):
     drain_s: float = Field(
         20.0, ge=0.0, description="on shutdown, seconds to finish or hand back microbatches"
     )
+    link: LinkTable = LinkTable()

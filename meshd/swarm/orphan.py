@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from meshd.errors import ungrouped
 from meshd.observe.log import event
 
 # Set for the children of `meshd swarm`: the pid without which they are to end.
@@ -31,12 +32,14 @@ async def ending_with_parent(
     if not parent:
         yield
         return
-    async with asyncio.TaskGroup() as group:
-        watch = group.create_task(_watch(int(parent), interval_s, getppid, stop))
-        try:
-            yield
-        finally:
-            watch.cancel()
+    # What ends the block is for the caller, not wrapped as an error of the watch.
+    with ungrouped():
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(_watch(int(parent), interval_s, getppid, stop))
+            try:
+                yield
+            finally:
+                watch.cancel()
 
 
 async def _watch(

@@ -19,7 +19,9 @@ from meshd.transport.grpc_duplex import EOF, PumpedDuplex
 from meshd.transport.limits import UNARY_TIMEOUT_S, checked_size
 from meshd.transport.options import CONNECT_TIMEOUT_S, PROGRESS_TIMEOUT_S, client_options
 from meshd.transport.queue import Failure
+from meshd.transport.sender import Priority
 from meshd.transport.status import Code, Status
+from meshd.transport.uplink import Uplink
 
 M = TypeVar("M", bound=Message)
 
@@ -95,9 +97,12 @@ class _Channel:
 class GrpcTransport:
     """`Transport` over gRPC. One channel per address, kept while it works, closed when it failed or is long unused."""
 
-    def __init__(self, credentials: grpc.ChannelCredentials | None = None) -> None:
-        """credentials: TLS to every peer; None dials without."""
+    def __init__(
+        self, credentials: grpc.ChannelCredentials | None = None, *, uplink: Uplink | None = None
+    ) -> None:
+        """credentials: TLS to every peer; None dials without. uplink: what shapes all that this peer sends."""
         self._credentials = credentials
+        self._uplink = uplink
         self._channels: dict[str, _Channel] = {}  # least recently dialled first
         self._closed = False
 
@@ -117,17 +122,20 @@ class GrpcTransport:
         return typing.cast(pb.ManifestReply, await self._unary(address, lambda c: c.state.Manifest, request))
 
     async def offer(self, address: str, request: pb.PriorOffer) -> pb.PriorAnswer:
-        return typing.cast(pb.PriorAnswer, await self._unary(address, lambda c: c.anchor.Offer, request))
+        return typing.cast(
+            pb.PriorAnswer, await self._unary(address, lambda c: c.anchor.Offer, request, Priority.PRIORS)
+        )
 
     def link(self, address: str) -> AbstractAsyncContextManager[Duplex[pb.LinkMessage]]:
-        return self._stream(address, lambda channel: channel.pipeline.Link)
+        return self._stream(address, lambda channel: channel.pipeline.Link, Priority.FORWARD)
 
     def gossip(self, address: str) -> AbstractAsyncContextManager[Duplex[pb.GossipMessage]]:
-        return self._stream(address, lambda channel: channel.gossip.Exchange)
+        return self._stream(address, lambda channel: channel.gossip.Exchange, Priority.GOSSIP)
 
     async def fetch(self, address: str, request: pb.FetchRequest) -> AsyncGenerator[pb.FetchChunk, None]:
         """Close it (contextlib.aclosing) when it is left before its end."""
         async with self._channel(address) as channel:
+            await self._carry(request, Priority.CONTROL)
             call = channel.state.Fetch(request)
             try:
                 while (chunk := await asyncio.wait_for(call.read(), PROGRESS_TIMEOUT_S)) is not EOF:
@@ -146,19 +154,33 @@ class GrpcTransport:
         for channel in channels:
             await channel.grpc.close(None)
 
-    async def _unary(self, address: str, method: Callable[[_Channel], Any], request: Message) -> Any:
+    async def _carry(self, request: Message, priority: Priority) -> None:
+        """Wait until a request would have arrived."""
+        if self._uplink is not None:
+            await self._uplink.carry(request, priority)
+
+    async def _unary(
+        self,
+        address: str,
+        method: Callable[[_Channel], Any],
+        request: Message,
+        priority: Priority = Priority.CONTROL,
+    ) -> Any:
         checked_size(request)
         async with self._channel(address) as channel:
+            await self._carry(request, priority)
             try:
                 return await method(channel)(request, timeout=UNARY_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 raise error_of(address, error.code(), error.details()) from None
 
     @asynccontextmanager
-    async def _stream(self, address: str, method: Callable[[_Channel], Any]) -> AsyncIterator[Duplex[Any]]:
+    async def _stream(
+        self, address: str, method: Callable[[_Channel], Any], heavy: Priority
+    ) -> AsyncIterator[Duplex[Any]]:
         async with self._channel(address) as channel:
             call = method(channel)()
-            duplex: _ClientDuplex[Any] = _ClientDuplex(address, call)
+            duplex: _ClientDuplex[Any] = _ClientDuplex(address, call, self._uplink, heavy)
             failed: BaseException | None = None
             async with asyncio.TaskGroup() as pumps:
                 tasks = [pumps.create_task(duplex.pump_in()), pumps.create_task(duplex.pump_out())]

@@ -18,14 +18,12 @@ from google.protobuf.message import Message
 
 from meshd.errors import MeshdError
 from meshd.transport.base import LinkLost
-from meshd.transport.limits import CLOSE_GRACE_S, checked_size
+from meshd.transport.limits import BUFFER_BYTES, CLOSE_GRACE_S, checked_size
 from meshd.transport.queue import ByteQueue, Failure
+from meshd.transport.sender import Priority
+from meshd.transport.uplink import ShapedQueue, Uplink, outgoing
 
 M = TypeVar("M", bound=Message)
-
-# What waits in each direction besides the chunk that gRPC has in hand. No more: what lies here is past the reach of
-# PrioritySender.
-BUFFER_BYTES = 1 << 20
 
 EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # grpc-stubs lacks it
 
@@ -36,12 +34,15 @@ CALL_ENDED = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 class PumpedDuplex(ABC, Generic[M]):
     """`Duplex` between a gRPC call and two queues. `pump_in` and `pump_out` run for as long as the call does."""
 
-    def __init__(self, remote: str, call: Any) -> None:
-        """call: the client's call or the server's context; grpc.aio gives both the same read and write."""
+    def __init__(self, remote: str, call: Any, uplink: Uplink | None, heavy: Priority) -> None:
+        """call: the client's call or the server's context; grpc.aio gives both the same read and write. uplink: what
+        shapes this peer's link, where something does; heavy: with what priority payloads of this stream take it."""
         self._remote = remote
         self._call = call
         self._incoming: ByteQueue[M] = ByteQueue(BUFFER_BYTES)
-        self._outgoing: ByteQueue[M] = ByteQueue(BUFFER_BYTES)
+        self._outgoing: ByteQueue[M] | ShapedQueue[M] = outgoing(uplink, heavy)
+        # A closing stream waits for what is in flight, this way and (taken to be as far) back.
+        self.grace_s = CLOSE_GRACE_S + (2 * uplink.shape.longest_delay_s if uplink else 0.0)
 
     @property
     def remote(self) -> str:
@@ -121,6 +122,6 @@ class PumpedDuplex(ABC, Generic[M]):
         """Close, and throw away what still comes until the peer ends its side or the grace is over."""
         await self.close()
         with suppress(MeshdError, TimeoutError):
-            async with asyncio.timeout(CLOSE_GRACE_S):
+            async with asyncio.timeout(self.grace_s):
                 async for _ in self:
                     pass

@@ -16,12 +16,14 @@ from google.protobuf.message import Message
 from meshd.errors import MeshdError, NetworkError, ResourceError
 from meshd.proto import meshd_pb2 as pb
 from meshd.proto import meshd_pb2_grpc as stubs
-from meshd.transport.base import Duplex, Handlers
+from meshd.transport.base import Duplex, Handlers, LinkLost
 from meshd.transport.grpc_duplex import CALL_ENDED, PumpedDuplex
 from meshd.transport.limits import CLOSE_GRACE_S, UNARY_TIMEOUT_S, checked_size
 from meshd.transport.options import server_options
 from meshd.transport.queue import Failure
+from meshd.transport.sender import Priority
 from meshd.transport.status import Status
+from meshd.transport.uplink import ShapedQueue, Uplink
 
 log = logging.getLogger(__name__)
 
@@ -68,8 +70,8 @@ class _Servicer(
 ):
     """Calls the handlers and carries their errors over. Streams are served by tasks of `group`."""
 
-    def __init__(self, handlers: Handlers, group: asyncio.TaskGroup) -> None:
-        self._handlers, self._group = handlers, group
+    def __init__(self, handlers: Handlers, group: asyncio.TaskGroup, uplink: Uplink | None) -> None:
+        self._handlers, self._group, self._uplink = handlers, group, uplink
         self._streams: set[asyncio.Task[Status | None]] = set()
 
     async def finish(self) -> None:
@@ -81,46 +83,73 @@ class _Servicer(
             task.cancel()
 
     async def Hello(self, request: pb.HelloRequest, context: Any) -> pb.HelloReply:
-        return await _answer(self._handlers.hello, request, context)
+        return await self._answer(self._handlers.hello, request, context)
 
     async def GetRun(self, request: pb.GetRunRequest, context: Any) -> pb.GetRunReply:
-        return await _answer(self._handlers.get_run, request, context)
+        return await self._answer(self._handlers.get_run, request, context)
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:
-        return await _answer(self._handlers.status, request, context)
+        return await self._answer(self._handlers.status, request, context)
 
     async def List(self, request: pb.ListRequest, context: Any) -> pb.ListReply:
-        return await _answer(self._handlers.list_bundles, request, context)
+        return await self._answer(self._handlers.list_bundles, request, context)
 
     async def Manifest(self, request: pb.ManifestRequest, context: Any) -> pb.ManifestReply:
-        return await _answer(self._handlers.manifest, request, context)
+        return await self._answer(self._handlers.manifest, request, context)
 
     async def Offer(self, request: pb.PriorOffer, context: Any) -> pb.PriorAnswer:
-        return await _answer(self._handlers.offer, request, context)
+        return await self._answer(self._handlers.offer, request, context, Priority.PRIORS)
 
     async def Fetch(self, request: pb.FetchRequest, context: Any) -> None:
         async def send_all() -> None:
             chunks = cast(AsyncGenerator[pb.FetchChunk, None], self._handlers.fetch(request))
-            async with aclosing(chunks):
+            async with aclosing(chunks), _written(context, self._uplink) as write:
                 async for chunk in chunks:
                     checked_size(chunk)
                     try:
-                        await context.write(chunk)
-                    except CALL_ENDED:
+                        await write(chunk)
+                    except (*CALL_ENDED, LinkLost):
                         return  # nobody listens any more
 
         await _end(await _outcome(send_all()), context)
 
     async def Link(self, _: object, context: Any) -> None:
-        await self._serve(self._handlers.link, context)
+        await self._serve(self._handlers.link, context, Priority.BACKWARD)
 
     async def Exchange(self, _: object, context: Any) -> None:
-        await self._serve(self._handlers.gossip, context)
+        await self._serve(self._handlers.gossip, context, Priority.GOSSIP)
 
-    async def _serve(self, handler: Callable[[Duplex[M]], Awaitable[None]], context: Any) -> None:
+    async def _answer(
+        self,
+        method: Callable[[M], Awaitable[R]],
+        request: M,
+        context: Any,
+        priority: Priority = Priority.CONTROL,
+    ) -> R:
+        """Serve a unary call."""
+        replies: list[R] = []
+
+        async def call() -> None:
+            try:
+                async with asyncio.timeout(UNARY_TIMEOUT_S):
+                    reply = await method(request)
+            except TimeoutError:
+                raise NetworkError(f"no answer within {UNARY_TIMEOUT_S:g} s") from None
+            checked_size(reply)
+            replies.append(reply)
+
+        status = await _outcome(call())
+        if self._uplink is not None:
+            await self._uplink.carry(replies[0] if replies else None, priority)
+        await _end(status, context)
+        return replies[0]
+
+    async def _serve(
+        self, handler: Callable[[Duplex[M]], Awaitable[None]], context: Any, heavy: Priority
+    ) -> None:
         """Serve one stream. When gRPC cancels the call (the peer is lost, or the server stops) the handler is not
         cancelled but told so by its stream, as `Duplex` promises."""
-        duplex: _ServerDuplex[M] = _ServerDuplex(_peer_name(context), context)
+        duplex: _ServerDuplex[M] = _ServerDuplex(_peer_name(context), context, self._uplink, heavy)
         serving = self._group.create_task(_run(handler, duplex), name=f"serves {duplex.remote}")
         self._streams.add(serving)
         serving.add_done_callback(self._streams.discard)
@@ -140,27 +169,42 @@ async def _run(handler: Callable[[Duplex[M]], Awaitable[None]], duplex: _ServerD
         status = await _outcome(handler(duplex))
         await duplex.close()
         # What the handler said last goes out before its end, unless the peer does not take it.
-        await asyncio.wait([writing], timeout=CLOSE_GRACE_S)
+        await asyncio.wait([writing], timeout=duplex.grace_s)
         writing.cancel()
         reading.cancel()
     return status
 
 
-async def _answer(method: Callable[[M], Awaitable[R]], request: M, context: Any) -> R:
-    """Serve a unary call."""
-    replies: list[R] = []
+@asynccontextmanager
+async def _written(
+    context: Any, uplink: Uplink | None
+) -> AsyncIterator[Callable[[pb.FetchChunk], Awaitable[None]]]:
+    """How the chunks of a Fetch are written. Leaving waits until all have gone, also those before an error."""
+    if uplink is None:
+        yield context.write
+        return
+    chunks: ShapedQueue[pb.FetchChunk] = ShapedQueue(uplink, lambda _: Priority.STATE)
 
-    async def call() -> None:
+    def over() -> LinkLost:
+        return LinkLost(f"lost {_peer_name(context)}: the call has ended")
+
+    async def pump() -> None:
         try:
-            async with asyncio.timeout(UNARY_TIMEOUT_S):
-                reply = await method(request)
-        except TimeoutError:
-            raise NetworkError(f"no answer within {UNARY_TIMEOUT_S:g} s") from None
-        checked_size(reply)
-        replies.append(reply)
+            while (chunk := await chunks.get()) is not None:
+                await context.write(chunk)
+        except CALL_ENDED:
+            chunks.fail(over, discard=True)
 
-    await _end(await _outcome(call()), context)
-    return replies[0]
+    failed: Exception | None = None
+    async with asyncio.TaskGroup() as group:
+        group.create_task(pump())
+        try:
+            yield lambda chunk: chunks.put(chunk, checked_size(chunk))
+        except Exception as error:
+            failed = error  # raised below: the group would wrap it
+        chunks.close(over)
+    if failed is not None:
+        raise failed
 
 
 async def _outcome(work: Awaitable[None]) -> Status | None:
@@ -194,17 +238,19 @@ async def serve(
     credentials: grpc.ServerCredentials | None = None,
     max_streams: int = 256,
     grace_s: float = 2.0,
+    uplink: Uplink | None = None,
 ) -> AsyncIterator[GrpcServer]:
     """Serve `handlers` on `host`:`port` (0: a free port) for as long as the block runs.
 
     credentials: TLS; None serves without. max_streams: calls at a time over all peers; further ones are refused with
     ResourceError. grace_s: on leaving, calls under way have so long to end; then their streams break, and handlers
-    that go on nevertheless are cancelled. Raises ResourceError when the port cannot be had.
+    that go on nevertheless are cancelled. uplink: what shapes all that this peer sends. Raises ResourceError when the
+    port cannot be had.
     """
     server = grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=max_streams)
     failed: BaseException | None = None
     async with asyncio.TaskGroup() as group:
-        servicer = _Servicer(handlers, group)
+        servicer = _Servicer(handlers, group, uplink)
         try:
             stubs.add_PeerServicer_to_server(servicer, server)
             stubs.add_PipelineServicer_to_server(servicer, server)

@@ -6,6 +6,10 @@ from google.protobuf.message import Message
 
 MAX_MESSAGE_BYTES = 4 << 20
 
+# What waits of a stream in each direction besides the chunk that gRPC has in hand. No more: what lies here is past the
+# reach of PrioritySender.
+BUFFER_BYTES = 1 << 20
+
 # A unary call (Hello, Status, Manifest, ...) without an answer for so long is a lost link.
 UNARY_TIMEOUT_S = 10.0
 

@@ -17,11 +17,14 @@ M = TypeVar("M", bound=Message)
 
 class Priority(IntEnum):
     """Lower goes first. Answers are small and somebody waits for them; a gradient on its way back frees memory on
-    every peer it passes."""
+    every peer it passes. The last three never meet on one stream, only on a shaped uplink."""
 
     CONTROL = 0
     BACKWARD = 1
     FORWARD = 2
+    GOSSIP = 3
+    PRIORS = 4
+    STATE = 5
 
 
 class PrioritySender(Generic[M]):

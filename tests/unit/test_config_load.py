@@ -145,3 +145,29 @@ def test_the_default_state_dir_is_expanded() -> None:
 def test_a_wrong_option_is_named() -> None:
     with pytest.raises(ConfigError, match=r"options: device = 'gpu'.* give a string that matches"):
         load_peer_config(None, {"device": "gpu"})
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "words"),
+    [
+        ("delay_ms = -1.0", "link.delay_ms", "one-way delay of what this peer sends"),
+        ("delay_ms = 5000.0", "link.delay_ms", "give a number, 0 to 1000"),
+        ('jitter_ms = "5"', "link.jitter_ms", "wrong type"),
+        ("rate_bps = 20", "link.rate_bps", "20_000_000 is 20 Mbit/s"),
+        ("rate_bps = 2e7", "link.rate_bps", "give an integer"),
+        ("rate = 5", "link.rate", "did you mean `rate_bps`?"),
+    ],
+)
+def test_a_wrong_link_is_explained(tmp_path: Path, line: str, field: str, words: str) -> None:
+    path = write(tmp_path, f"[link]\n{line}\n", "peer.toml")
+    with pytest.raises(ConfigErrors) as caught:
+        load_peer_config(path)
+    assert caught.value.field == field
+    assert words in str(caught.value)
+
+
+def test_a_link_is_shaped_as_the_file_says(tmp_path: Path) -> None:
+    path = write(tmp_path, "[link]\ndelay_ms = 40\nrate_bps = 20_000_000\n", "peer.toml")
+    link = load_peer_config(path, {"link": "meshd:run@/ip4/192.0.2.1"}).link  # the argument of `meshd join`
+    assert (link.delay_ms, link.jitter_ms, link.rate_bps) == (40.0, 0.0, 20_000_000)
+    assert load_peer_config().link.rate_bps == 0

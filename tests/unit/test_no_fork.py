@@ -19,12 +19,13 @@ POOLS = {
     "concurrent.futures.process",
 }
 # `subprocess` uses vfork there, which runs no fork handlers; a function to run in the child makes it fork. The second
-# and third call the package installer for a packaged model or text, the last one `ip`, in a script without a server.
+# and third call the package installer for a packaged model or text, the last two `ip`, in scripts without a server.
 STARTS_PROCESSES = {
     "discovery/p2pd_process.py",
     "model/packaged.py",
     "data/known.py",
     "swarm/chaos/network.py",
+    "swarm/wan/network.py",
 }
 # The supervisor of a local swarm is a process without a server.
 SUPERVISOR = {"swarm/process.py"}

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from meshd.errors import DataError
 from meshd.swarm.orphan import ending_with_parent
 
 
@@ -18,6 +21,12 @@ async def test_the_watch_ends_with_the_block() -> None:
     async with ending_with_parent("7", 1000.0, lambda: 7, lambda: None):
         assert len(asyncio.all_tasks()) == before + 1
     assert len(asyncio.all_tasks()) == before
+
+
+async def test_what_the_user_must_know_leaves_the_watch_as_it_is() -> None:
+    with pytest.raises(DataError, match="no such directory"):
+        async with ending_with_parent("7", 1000.0, lambda: 7, lambda: None):
+            raise DataError("model.source: no such directory")
 
 
 async def test_without_a_supervisor_nothing_is_watched() -> None:
