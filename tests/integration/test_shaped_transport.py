@@ -45,8 +45,10 @@ async def pair(
             yield served, transport
         finally:
             await transport.close()
-    await asyncio.sleep(0)
-    assert not asyncio.all_tasks() - before
+    # gRPC's own tasks of a call that was cancelled end a little later.
+    if left := asyncio.all_tasks() - before:
+        _, pending = await asyncio.wait(left, timeout=30)
+        assert not pending
 
 
 async def test_all_that_a_peer_sends_stays_under_its_rate() -> None:
