@@ -353,7 +353,7 @@ def test_an_older_one_that_comes_late_does_not_take_the_place_of_a_newer(tmp_pat
 
             f.net.tap = slow
             await f.offer("r0", old)
-            await f.offer("r0", new)
+            await f.offer("r0", new, peer_id="another")  # of one peer, files come one after the other
             await asyncio.sleep(60)
             peer = f.peers["r0"]
             assert peer.relay is not None
