@@ -68,6 +68,12 @@ def due(began: Moment, now: Moment, spec: RunSpec) -> str:
     return ""
 
 
+def apart(spec: RunSpec) -> tuple[int, float]:
+    """Half of what `due` keeps between an author's priors, in global tokens and in seconds: no more than one of both is
+    expected of an honest one, whose refreshes vary, and whose priors are delayed."""
+    return spec.anchors.refresh_steps * spec.batch_tokens // 2, spec.anchors.max_staleness_s / 4
+
+
 @dataclass(frozen=True)
 class Swarm:
     """What a refresher asks about the others. replicas: working ones of a stage. next_batch: of the anchor's own shard;

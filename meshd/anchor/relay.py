@@ -168,7 +168,8 @@ class Relay:
         if self.board.contradicts(entry):
             # Not yet known to be its author's.
             self._refuse(donor.peer_id, "", "another notice of its author has the same version")
-        return entry.notice.version > self.board.version(key)
+        # Too soon is no fault either, and is not remembered: it may be offered again later.
+        return self._is_wanted(entry)
 
     def _owe(self, offer: pb.PriorOffer, entries: Sequence[Entry]) -> None:
         """What the other replica lacks, by an offer of all that it has."""
@@ -222,7 +223,11 @@ class Relay:
             return await self._accept(entry, donor, data)
 
     def _is_wanted(self, entry: Entry) -> bool:
-        return entry.key.author not in self._barred and entry.notice.version > self.board.version(entry.key)
+        """Again when its file is here: its author's next may have been taken meanwhile."""
+        if entry.key.author in self._barred or entry.notice.version <= self.board.version(entry.key):
+            return False
+        _, counted = self._standing()
+        return not self.board.too_soon(entry, self._bounds, self._clock.monotonic(), counted)
 
     async def _fetched(self, notice: pb.Notice, donor: Donor) -> bytes:
         bundle = bundle_of(notice.kind, notice.name)
@@ -265,6 +270,7 @@ class Relay:
             event(log, "prior_not_used", level=logging.WARNING, author=notice.author[-8:], reason=str(error))
             return None
         self._gone(self.board.add(entry))
+        self.board.took(entry, self._clock.monotonic(), self._standing()[1])
         self._fresh[key] = entry
         self._wake()
         while len(self._doomed) > MAX_AUTHORS:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from google.protobuf.message import Message
-from prior_peers import BAD, WEIGHTS, Fleet, fleet, identity, notice_of, sealed
+from prior_peers import BAD, WEIGHTS, Fleet, bounds, fleet, identity, notice_of, sealed
 
 from meshd import PROTOCOL_VERSION
 from meshd.anchor.notices import MAX_NOTICES, Board, Entry
@@ -410,6 +410,35 @@ def test_nothing_more_is_taken_of_a_barred_author(tmp_path: Path) -> None:
             assert peer.taker.taken == [DATA]
             await published(f, "other", b"another's")
             await f.until(lambda: f.all_have(b"another's"))
+
+    run_virtual(main())
+
+
+def test_an_authors_next_one_is_taken_when_it_is_far_enough_from_the_last(tmp_path: Path) -> None:
+    """What comes too soon is no fault, and is taken later."""
+
+    async def main() -> None:
+        async with fleet(tmp_path, 2, limits=bounds(apart_tokens=100, apart_s=1000.0)) as f:
+            publisher, _ = f.anchor("anchor")
+            peer = f.peers["r0"]
+
+            async def publish(data: bytes, measured: int) -> None:
+                await publisher.publish(WEIGHTS, 1, data, weight_version=3, measured=measured, tokens=100)
+
+            await publish(b"first", 500)
+            await f.until(lambda: f.all_have(b"first"))
+            f.counted = 599
+            for n in range(20):
+                await publish(b"%d" % n, 10_000)  # what it says of the future does not count
+                await asyncio.sleep(20)
+            assert peer.taker.taken == [b"first"]
+            assert sum(f.fetched.values()) == 2
+            f.counted = 600
+            await f.until(lambda: f.all_have(b"19"), 120)
+            assert peer.taker.taken == [b"first", b"19"]
+            await publish(b"late", 600)
+            assert 800 < await f.until(lambda: f.all_have(b"late"), 1200) < 1200
+            assert sum(peer.count("priors_refused") for peer in f.peers.values()) == 0
 
     run_virtual(main())
 
