@@ -468,6 +468,45 @@ def test_uploads_keep_within_the_runs_rate(tmp_path: Path) -> None:
     run_virtual(main())
 
 
+def test_a_notice_is_dated_by_when_its_measurement_began(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fleet(tmp_path, 1) as f:
+            publisher, _ = f.anchor("anchor")
+            await publisher.publish(
+                WEIGHTS, 1, DATA, weight_version=3, measured=500, tokens=100, time=EPOCH - 90
+            )
+            await f.until(lambda: f.all_have(DATA))
+            peer = f.peers["r0"]
+            assert peer.relay is not None
+            (entry,) = peer.relay.board.entries
+            assert entry.notice.time == EPOCH - 90
+
+    run_virtual(main())
+
+
+def test_who_always_says_that_it_lacks_all_is_charged_once_for_each_file(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fleet(tmp_path, 1, bps=80) as f:
+            peer = f.peers["r0"]
+            assert peer.relay is not None
+            fetch_of = peer.relay.serve
+
+            async def lie(offer: pb.PriorOffer) -> pb.PriorAnswer:
+                await fetch_of(offer)
+                return pb.PriorAnswer()
+
+            peer.relay.serve = lie  # type: ignore[method-assign]
+            publisher, anchor = f.anchor("anchor")
+            await publisher.publish(WEIGHTS, 1, DATA, weight_version=3, measured=500, tokens=100)
+            await f.until(lambda: f.all_have(DATA))
+            await asyncio.sleep(600)
+            assert anchor.count("prior_bytes_sent") == len(DATA)
+            await publisher.publish(WEIGHTS, 1, b"next", weight_version=3, measured=500, tokens=100)
+            assert await f.until(lambda: f.all_have(b"next")) < 10
+
+    run_virtual(main())
+
+
 def test_a_bucket_makes_up_for_what_was_sent_at_once() -> None:
     bucket = Bucket(800)
     assert bucket.wait_s(5.0) == 0.0
