@@ -80,7 +80,8 @@ def authentic(entry: Entry) -> bool:
 @dataclass(frozen=True)
 class Bounds:
     """What notices of a run may say. most_tokens: that a prior is measured on, which is its weight among others.
-    most_bytes: of the file of each kind and number that this peer uses."""
+    most_bytes: of the file of each kind and number that this peer uses. apart_tokens, apart_s: between two of an
+    author's, one of both at least."""
 
     run_id: str
     stages: int
@@ -88,6 +89,8 @@ class Bounds:
     batch_tokens: int
     most_tokens: int
     most_bytes: Mapping[tuple[pb.PriorKind, int], int]
+    apart_tokens: int
+    apart_s: float
 
 
 def wrong(notice: pb.Notice, bounds: Bounds, now: float, version: int, counted: int) -> str | None:
@@ -123,6 +126,8 @@ class Board:
         )  # by author, least recently heard first
         # Also of what was refused, and of authors that have gone: what is not over it is no news.
         self._versions: OrderedDict[Key, int] = OrderedDict()
+        # When the last was taken: global tokens that it was measured at, monotonic seconds.
+        self._taken: OrderedDict[Key, tuple[int, float]] = OrderedDict()
 
     @property
     def entries(self) -> list[Entry]:
@@ -157,6 +162,22 @@ class Board:
         if len(self._entries) > MAX_AUTHORS:
             gone += self._entries.popitem(last=False)[1].values()
         return gone
+
+    def took(self, entry: Entry, now: float, counted: int) -> None:
+        """One was put up. now: monotonic seconds; counted: global tokens known here."""
+        self._taken[entry.key] = min(entry.notice.measured, counted), now
+        self._taken.move_to_end(entry.key)
+        if len(self._taken) > _MOST_REMEMBERED:
+            self._taken.popitem(last=False)
+
+    def too_soon(self, entry: Entry, bounds: Bounds, now: float, counted: int) -> bool:
+        """Whether it is too little after the last that was taken: an author could keep everybody busy."""
+        if entry.key not in self._taken:
+            return False
+        measured, at = self._taken[entry.key]
+        # What an author says of the future does not make it later.
+        passed = min(entry.notice.measured, counted) - measured
+        return passed < bounds.apart_tokens and now - at < bounds.apart_s
 
     def remove(self, author: str) -> list[Entry]:
         """Take down all of an author's."""

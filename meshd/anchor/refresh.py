@@ -44,7 +44,15 @@ class Publishing(Protocol):
     """What brings priors to those who use them (`meshd.anchor.spreading.Publisher`)."""
 
     async def publish(
-        self, kind: pb.PriorKind, number: int, data: bytes, *, weight_version: int, measured: int, tokens: int
+        self,
+        kind: pb.PriorKind,
+        number: int,
+        data: bytes,
+        *,
+        weight_version: int,
+        measured: int,
+        time: float,
+        tokens: int,
     ) -> None: ...
 
 
@@ -66,6 +74,12 @@ def due(began: Moment, now: Moment, spec: RunSpec) -> str:
     if steps >= 1 and 2 * waited >= spec.anchors.max_staleness_s:
         return f"{waited:.0f} s since the last, half of what priors may age"
     return ""
+
+
+def apart(spec: RunSpec) -> tuple[int, float]:
+    """Half of what `due` keeps between an author's priors, in global tokens and in seconds: no more than one of both is
+    expected of an honest one, whose refreshes vary, and whose priors are delayed."""
+    return spec.anchors.refresh_steps * spec.batch_tokens // 2, spec.anchors.max_staleness_s / 4
 
 
 @dataclass(frozen=True)
@@ -132,11 +146,11 @@ class Refresher:
             self.doing = f"following stage {follower.stage}"
             # Where nobody can be followed now, what is here is still good for a clean pass, and dated as it is.
             await follower.follow(partial(self._swarm.replicas, follower.stage))
-        began = self._clock.monotonic()
+        began, time = self._clock.monotonic(), self._clock.time()
         measured = self._swarm.counter.total
         tokens = await self._measure()
         self._metrics.gauge("anchor_pass_s", self._clock.monotonic() - began)
-        await self._publish(measured, tokens)
+        await self._publish(measured, time, tokens)
         self._metrics.count("anchor_refreshes")
         self.refreshed += 1
         versions = [follower.version for follower in self._followers]
@@ -160,7 +174,7 @@ class Refresher:
             event(log, "gradient_skipped", level=logging.WARNING, reason="not finite", weights=skipped)
         return min(tokens, self._spec.anchors.passes * data.microbatch * data.seq_len)
 
-    async def _publish(self, measured: int, tokens: int) -> None:
+    async def _publish(self, measured: int, time: float, tokens: int) -> None:
         """Make priors and hand them over. One that cannot be made or kept is said, and left out."""
         most_s = self._spec.anchors.max_staleness_s
         sending = {hop.index: hop.stage for hop in self._swarm.hops}
@@ -168,12 +182,14 @@ class Refresher:
             self.doing = f"making the prior of boundary {number}"
             stale = self._clock.monotonic() - self._sent_at.get(number, -math.inf) >= _OLD * most_s
             boundary = partial(_boundary_file, moments, number, measured, stale)
-            if await self._hand(pb.PRIOR_KIND_BOUNDARY, number, sending[number], boundary, measured, tokens):
+            if await self._hand(
+                pb.PRIOR_KIND_BOUNDARY, number, sending[number], boundary, measured, time, tokens
+            ):
                 self._sent_at[number], moments.sent = self._clock.monotonic(), moments.fresh
         for stage in self._passes.corrected:
             self.doing = f"making the weight priors of stage {stage}"
             weights = partial(self._weight_file, stage)
-            await self._hand(pb.PRIOR_KIND_WEIGHTS, stage, stage, weights, measured, tokens)
+            await self._hand(pb.PRIOR_KIND_WEIGHTS, stage, stage, weights, measured, time, tokens)
 
     def _weight_file(self, stage: int) -> bytes:
         """Raises DataError while a weight of the stage was not measured."""
@@ -189,6 +205,7 @@ class Refresher:
         stage: int,
         make: Callable[[], bytes | None],
         measured: int,
+        time: float,
         tokens: int,
     ) -> bool:
         """stage: whose weights it was measured at. make: None: there is nothing new. True: it was published."""
@@ -199,7 +216,7 @@ class Refresher:
             if data is None:
                 return False
             await self._publisher.publish(
-                kind, number, data, weight_version=version, measured=measured, tokens=tokens
+                kind, number, data, weight_version=version, measured=measured, time=time, tokens=tokens
             )
         except (MeshdError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
             event(

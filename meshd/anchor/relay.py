@@ -8,14 +8,14 @@ import logging
 import random
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from meshd import PROTOCOL_VERSION
 from meshd.anchor.notices import MAX_AUTHORS, MAX_NOTICES, Board, Bounds, Entry, Key, authentic, opened, wrong
 from meshd.anchor.spreading import REPEAT_S, Offering, bundle_of
+from meshd.anchor.wanted import Donor, Queue, Task, allowed_s
 from meshd.clock import Clock
-from meshd.errors import DataError, MeshdError, MismatchError
+from meshd.errors import DataError, MeshdError, MismatchError, ResourceError
 from meshd.observe.log import event
 from meshd.observe.metrics import Metrics
 from meshd.pipeline.stage import Replica
@@ -25,11 +25,10 @@ from meshd.state.bundle import BundleStore
 
 log = logging.getLogger(__name__)
 
-# Offers that wait to be looked at; of one peer; files that wait to be fetched; peers that one may be fetched from.
-_MOST_OFFERS, _MOST_OF_ONE, _MOST_WANTED, _MOST_DONORS = 64, 4, 64, 8
-_FETCHERS = 4
-# A whole file must be here after so long: one who sends a little every few seconds would keep others waiting for ever.
-_FETCH_S = 120.0
+# Offers that wait to be looked at; of one peer.
+_MOST_OFFERS, _MOST_OF_ONE = 64, 4
+# Files that are fetched at a time; of those, from peers that have delivered only.
+_FETCHERS, _RESERVED = 4, 2
 # One line in so long for each peer that sends what cannot be.
 _SAY_AGAIN_S = 10.0
 _MOST_BLAMED = 256
@@ -54,20 +53,6 @@ class User(Protocol):
 
 class Wrong(Exception):
     """What came is not what was announced. Never leaves the module."""
-
-
-@dataclass(frozen=True)
-class Donor:
-    peer_id: str
-    address: str
-
-
-@dataclass
-class _Wanted:
-    """A file to be fetched, and from whom."""
-
-    entry: Entry
-    donors: deque[Donor] = field(default_factory=lambda: deque(maxlen=_MOST_DONORS))
 
 
 class Relay:
@@ -95,13 +80,12 @@ class Relay:
         self._address, self._standing = address, standing
         self._clock, self._metrics, self._rng = clock, metrics, rng
         self._offers: deque[pb.PriorOffer] = deque()
-        self._wanted: OrderedDict[bytes, _Wanted] = OrderedDict()
-        self._fetching = set[bytes]()
+        self._queue = Queue()
         self._fresh: dict[Key, Entry] = {}  # to be passed on
         self._back: OrderedDict[str, list[Entry]] = OrderedDict()  # what replicas lack, by peer id
         self._blamed: OrderedDict[str, float] = OrderedDict()
         self._barred: OrderedDict[str, None] = OrderedDict()  # authors whose priors made things worse
-        self._doomed: deque[pb.Notice] = deque()  # others may still be fetching their files
+        self._doomed: deque[Entry] = deque()  # others may still be fetching their files
         # Else an author's older one that was fetched meanwhile could be put over its newer one.
         self._taking = asyncio.Lock()
         self._event = asyncio.Event()
@@ -120,8 +104,7 @@ class Relay:
         if len(self._offers) < _MOST_OFFERS and waiting < _MOST_OF_ONE:
             self._offers.append(offer)
             self._wake()
-        under_way = (wanted.entry for wanted in self._wanted.values())
-        return pb.PriorAnswer(seen=[*(_seen(entry) for entry in under_way), *seen][:256])
+        return pb.PriorAnswer(seen=[*(_seen(entry) for entry in self._queue.entries), *seen][:256])
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -129,8 +112,8 @@ class Relay:
             tasks.create_task(self._look())
             tasks.create_task(self._pass_on())
             tasks.create_task(self._repeat())
-            for _ in range(_FETCHERS):
-                tasks.create_task(self._bring())
+            for number in range(_FETCHERS):
+                tasks.create_task(self._bring(proven=number < _RESERVED))
 
     def bar(self, author: str, reason: str) -> None:
         """Take nothing more of an author: what it said has made things worse."""
@@ -159,7 +142,8 @@ class Relay:
             honest = await asyncio.to_thread(lambda entries: [authentic(entry) for entry in entries], new)
             for entry, signed in zip(new, honest, strict=True):
                 if signed:
-                    self._want(entry, donor)
+                    self._queue.offered(entry, donor, self._clock.monotonic())
+                    self._wake()
                 else:
                     self._refuse(donor.peer_id, entry.notice.author, "its author has not signed it")
             self._owe(offer, entries)
@@ -184,18 +168,8 @@ class Relay:
         if self.board.contradicts(entry):
             # Not yet known to be its author's.
             self._refuse(donor.peer_id, "", "another notice of its author has the same version")
-        return entry.notice.version > self.board.version(key)
-
-    def _want(self, entry: Entry, donor: Donor) -> None:
-        name = entry.notice.name
-        if name not in self._wanted:
-            if len(self._wanted) >= _MOST_WANTED:
-                return  # it will be offered again
-            self._wanted[name] = _Wanted(entry)
-        donors = self._wanted[name].donors
-        if donor not in donors:
-            donors.append(donor)
-        self._wake()
+        # Too soon is no fault either, and is not remembered: it may be offered again later.
+        return self._is_wanted(entry)
 
     def _owe(self, offer: pb.PriorOffer, entries: Sequence[Entry]) -> None:
         """What the other replica lacks, by an offer of all that it has."""
@@ -209,43 +183,55 @@ class Relay:
 
     # ---- files ------------------------------------------------------------------------------------------------------
 
-    async def _bring(self) -> None:
+    async def _bring(self, proven: bool) -> None:
+        """proven: only from peers that have delivered: others cannot keep these fetchers busy."""
         while True:
-            name = next((name for name in self._wanted if name not in self._fetching), None)
-            if name is None:
+            task = self._queue.begin(self._clock.monotonic(), proven)
+            if task is None:
                 await self._event.wait()
                 continue
-            self._fetching.add(name)
+            delivered: bool | None = None
             try:
-                await self._obtain(self._wanted[name])
+                delivered = await self._obtain(task)
             except (MeshdError, OSError) as error:
                 # Of this machine's disk, as a rule: no stranger's prior is worth this peer's work.
                 event(log, "prior_not_kept", level=logging.WARNING, reason=str(error))
             finally:
-                self._fetching.discard(name)
-                del self._wanted[name]
+                if delivered is None:
+                    self._queue.cancel(task)
+                else:
+                    self._queue.end(task, delivered, self._clock.monotonic())
+                self._wake()  # its donor is free, or another's turn
 
-    async def _obtain(self, wanted: _Wanted) -> None:
-        """From one of those that offered it, one after the other."""
-        entry = wanted.entry
-        while wanted.donors and entry.notice.version > self.board.version(entry.key):
-            donor = wanted.donors.popleft()
-            try:
-                data = await self._fetched(entry.notice, donor)
-            except Wrong as fault:
-                self._refuse(donor.peer_id, "", str(fault))
-            except (MeshdError, TimeoutError) as error:
-                event(
-                    log, "prior_not_brought", level=logging.DEBUG, peer=donor.peer_id[-8:], reason=str(error)
-                )
-            else:
-                async with self._taking:
-                    await self._accept(entry, donor, data)
-                return
+    async def _obtain(self, task: Task) -> bool | None:
+        """Fetch a file and use it. Whether its donor has delivered; None: that cannot be told, and no more is done for
+        it."""
+        entry, donor = task.wanted.entry, task.donor
+        if not self._is_wanted(entry):
+            return None
+        try:
+            data = await self._fetched(entry.notice, donor)
+        except Wrong as fault:
+            self._refuse(donor.peer_id, "", str(fault))
+            return False
+        except ResourceError:
+            raise
+        except (MeshdError, TimeoutError) as error:
+            event(log, "prior_not_brought", level=logging.DEBUG, peer=donor.peer_id[-8:], reason=str(error))
+            return False
+        async with self._taking:
+            return await self._accept(entry, donor, data)
+
+    def _is_wanted(self, entry: Entry) -> bool:
+        """Again when its file is here: its author's next may have been taken meanwhile."""
+        if entry.key.author in self._barred or entry.notice.version <= self.board.version(entry.key):
+            return False
+        _, counted = self._standing()
+        return not self.board.too_soon(entry, self._bounds, self._clock.monotonic(), counted)
 
     async def _fetched(self, notice: pb.Notice, donor: Donor) -> bytes:
         bundle = bundle_of(notice.kind, notice.name)
-        async with asyncio.timeout(_FETCH_S):
+        async with asyncio.timeout(allowed_s(notice.size_bytes)):
             await self._fetch(bundle, donor.address, notice.size_bytes)
         return await asyncio.to_thread(self._file, bundle, notice)
 
@@ -264,25 +250,27 @@ class Relay:
             self._store.delete(bundle)
             raise
 
-    async def _accept(self, entry: Entry, donor: Donor, data: bytes) -> None:
+    async def _accept(self, entry: Entry, donor: Donor, data: bytes) -> bool | None:
+        """Returns as `_obtain`."""
         notice, key = entry.notice, entry.key
         self._metrics.count("prior_bytes_received", len(data))
-        if key.author in self._barred or notice.version <= self.board.version(key):
-            await self._delete(notice)
-            return
+        if not self._is_wanted(entry):
+            await self._delete(entry)
+            return None
         try:
             if len(data) != notice.size_bytes:
                 raise MismatchError(f"a file of {len(data)} bytes, announced with {notice.size_bytes}")
             await self._users[key.kind, key.number].take(notice, data)
         except MismatchError as fault:
             self.board.pass_over(entry)  # whoever has not checked it yet will offer it again
-            await self._delete(notice)
+            await self._delete(entry)
             self._refuse(donor.peer_id, notice.author, str(fault))
-            return
+            return False
         except MeshdError as error:
             event(log, "prior_not_used", level=logging.WARNING, author=notice.author[-8:], reason=str(error))
-            return
+            return None
         self._gone(self.board.add(entry))
+        self.board.took(entry, self._clock.monotonic(), self._standing()[1])
         self._fresh[key] = entry
         self._wake()
         while len(self._doomed) > MAX_AUTHORS:
@@ -298,16 +286,19 @@ class Relay:
             weight_version=notice.weight_version,
             size_bytes=len(data),
         )
+        return True
 
     def _gone(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             self._fresh.pop(entry.key, None)
             self._users[entry.key.kind, entry.key.number].gone(entry.notice)
-            self._doomed.append(entry.notice)
+            self._doomed.append(entry)
 
-    async def _delete(self, notice: pb.Notice) -> None:
-        """Its file, unless it is also one that stays: a liar may announce another's."""
-        here = any(entry.notice.name == notice.name for entry in self.board.entries)
+    async def _delete(self, entry: Entry) -> None:
+        """Its file, unless it is also one that stays, or is wanted: a liar may announce another's."""
+        notice = entry.notice
+        others = [*self.board.entries, *(other for other in self._queue.entries if other is not entry)]
+        here = any(other.notice.name == notice.name for other in others)
         if not here and not self._users[notice.kind, notice.number].needs(notice.name):
             await asyncio.to_thread(self._store.delete, bundle_of(notice.kind, notice.name))
 

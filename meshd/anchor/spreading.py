@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import logging
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from meshd import PROTOCOL_VERSION
@@ -32,6 +33,8 @@ REPEAT_S = 30.0
 """Between offers of all that a peer has: what answers lost messages, newcomers and partitions."""
 # Replicas that are tried, of which FANOUT are wanted: some may be gone.
 _TRIES = 6
+# Files that peers were charged for, remembered.
+_MOST_CHARGED = 4096
 # Of each kind and number: others may still be fetching the one before.
 _KEPT = 2
 
@@ -93,6 +96,7 @@ class Offering:
         self._peer_id, self._run_id = peer_id, run.run_id
         self._transport, self._clock, self._metrics = transport, clock, metrics
         self._bucket = Bucket(run.spec.anchors.bps)
+        self._charged: OrderedDict[tuple[str, bytes], None] = OrderedDict()  # peer ids and files
         self._turn = asyncio.Lock()  # to send: else many would find the bucket full at once
 
     async def offer(self, to: Replica, entries: Iterable[Entry], whole: bool = False) -> bool:
@@ -114,11 +118,26 @@ class Offering:
                 event(log, "offer_failed", level=logging.DEBUG, peer=to.name, reason=str(error))
                 return False
             seen = {Key(s.author, s.kind, s.number): s.version for s in answer.seen}
-            lacked = [entry.notice for entry in entries if seen.get(entry.key, 0) < entry.notice.version]
+            # Who says again that it lacks a file is fetching it, or lies: it must not use up what is for others too.
+            lacked = [
+                entry.notice
+                for entry in entries
+                if seen.get(entry.key, 0) < entry.notice.version and self._charge(to.peer_id, entry.notice)
+            ]
             size = sum(notice.size_bytes for notice in lacked)
             self._bucket.spend(size)
         self._metrics.count("priors_relayed", len(lacked))
         self._metrics.count("prior_bytes_sent", size)
+        return True
+
+    def _charge(self, peer_id: str, notice: pb.Notice) -> bool:
+        """Whether a file is new to what a peer was charged for."""
+        item = peer_id, notice.name
+        if item in self._charged:
+            return False
+        self._charged[item] = None
+        if len(self._charged) > _MOST_CHARGED:
+            self._charged.popitem(last=False)
         return True
 
     async def spread(self, among: Sequence[Replica], entries: Sequence[Entry], rng: random.Random) -> None:
@@ -158,13 +177,22 @@ class Publisher:
         self._writing, self._begun = asyncio.Lock(), False
 
     async def publish(
-        self, kind: pb.PriorKind, number: int, data: bytes, *, weight_version: int, measured: int, tokens: int
+        self,
+        kind: pb.PriorKind,
+        number: int,
+        data: bytes,
+        *,
+        weight_version: int,
+        measured: int,
+        tokens: int,
+        time: float | None = None,
     ) -> None:
         """Put a prior in the store and sign its notice; `run` offers it. kind: pb.PRIOR_KIND_BOUNDARY, data of
         BoundaryPrior.to_bytes(), number the boundary; or pb.PRIOR_KIND_WEIGHTS, data of
         `meshd.priors.weight_file.to_bytes`, number the stage. weight_version: of that stage (boundary: of the stage
         that sends over it). measured: the run's global tokens, for a boundary the same as in the data. tokens: label
-        tokens measured on, at most anchors.passes microbatches.
+        tokens measured on, at most anchors.passes microbatches. time: when the measurement began, in seconds since the
+        epoch; None: now.
 
         Raises ResourceError when the disk cannot take it.
         """
@@ -189,7 +217,7 @@ class Publisher:
             version=version,
             weight_version=weight_version,
             measured=measured,
-            time=now,
+            time=now if time is None else time,
             tokens=tokens,
         )
         self._newest[key] = self._unoffered[key] = seal(notice, self._identity)

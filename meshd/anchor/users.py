@@ -47,17 +47,13 @@ class Codecs:
         hidden: int,
         store: PriorStore,
         adopt: Callable[[BoundaryPrior], Awaitable[None]],
+        counted: Callable[[], int],
         bar: Callable[[str, str], None],
     ) -> None:
-        """adopt: use one once the neighbours have it, unless something newer is used; takes up to a minute. bar: take
-        nothing more of an author, for a reason."""
-        self._crossing, self._hidden, self._store, self._adopt, self._bar = (
-            crossing,
-            hidden,
-            store,
-            adopt,
-            bar,
-        )
+        """adopt: use one once the neighbours have it, unless something newer is used; takes up to a minute. counted:
+        global tokens known here. bar: take nothing more of an author, for a reason."""
+        self._crossing, self._hidden, self._store = crossing, hidden, store
+        self._adopt, self._counted, self._bar = adopt, counted, bar
         self._authors: OrderedDict[bytes, str] = OrderedDict()
         self._next: BoundaryPrior | None = None  # held
         self._news = asyncio.Event()
@@ -72,7 +68,8 @@ class Codecs:
                 f"a prior of boundary {prior.boundary} at {prior.measured} tokens, announced as of "
                 f"{notice.number} at {notice.measured}"
             )
-        await self._store.take(notice.name, notice.number)
+        # What an author says of the future would shut out those who say the truth.
+        await self._store.take(notice.name, notice.number, self._counted())
         prior = self._store.hold(notice.name)
         self._authors[notice.name] = notice.author
         if len(self._authors) > _MOST_AUTHORS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from meshd.anchor.notices import Bounds
+from meshd.anchor.refresh import apart
 from meshd.anchor.relay import Relay, User
 from meshd.anchor.spreading import Offering, drop_leftovers
 from meshd.anchor.users import Codecs, Weights
@@ -29,6 +30,7 @@ class StagePriors:
                 hidden,
                 store,
                 pipeline.adopt,
+                lambda: stage.counter.total,
                 lambda author, reason: self.relay.bar(author, reason),
             )
             for hop in runtime.model.hops
@@ -50,6 +52,7 @@ class StagePriors:
             spec.batch_tokens,
             spec.anchors.passes * spec.data.microbatch * spec.data.seq_len,
             most,
+            *apart(spec),
         )
         self.relay = Relay(
             bounds,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from dataclasses import replace
 
 from meshd.errors import DataError, MismatchError
 from meshd.observe.log import event
@@ -72,8 +73,9 @@ class PriorStore:
                 self._held[prior.name] += 1
         return prior
 
-    async def take(self, name: bytes, boundary: int) -> BoundaryPrior:
-        """Take up a prior whose bundle has been fetched into the bundle store.
+    async def take(self, name: bytes, boundary: int, latest: int | None = None) -> BoundaryPrior:
+        """Take up a prior whose bundle has been fetched into the bundle store. latest: global tokens; one that says
+        that it was measured later counts as measured then, while it is in memory.
 
         Raises NotHere when it has not; MismatchError when it is not what its name says, or of another boundary (whose
         newest a stranger must not choose), DataError when it is damaged, and deletes it then.
@@ -82,6 +84,8 @@ class PriorStore:
             prior = self._priors.get(name)
             if prior is None:
                 prior = await asyncio.to_thread(self._read_or_delete, bundle_of(name), boundary)
+                if latest is not None and prior.measured > latest:
+                    prior = replace(prior, measured=latest)
                 self._keep_here(prior)
                 # A peer that makes no priors has no other occasion; what was just taken up is yet to be held.
                 await self._sweep()

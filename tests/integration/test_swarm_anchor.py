@@ -319,3 +319,52 @@ def test_whatever_becomes_of_an_anchor_the_run_takes_as_long_as_without(
         took[fate] = run_freezing(main(tmp_path / fate, fate))
     # Routes are drawn: about two ways there and back, where a freeze lasts four times as long.
     assert max(took.values()) < took["none"] + 2 * 4 * SLOW, took
+
+
+@pytest.mark.parametrize("doing", ["waiting", "following", "passing"])
+def test_an_anchor_leaves_when_the_run_has_its_tokens_whatever_it_is_doing(
+    doing: str,
+    tiny_model: Path,
+    adapt_text: Path,
+    tmp_path: Path,
+    watch: Watch,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = spec_for(tiny_model, adapt_text, 1000)
+    run = CleanPasses.run
+    reached: list[Callable[[], object]] = []
+
+    def told(self: CleanPasses, batch: Any) -> None:
+        reached[0]()
+        run(self, batch)
+
+    monkeypatch.setattr(CleanPasses, "run", told)
+
+    async def main() -> None:
+        async with swarm(spec, tmp_path) as s:
+            there = asyncio.Event()
+            reached.append(partial(asyncio.get_running_loop().call_soon_threadsafe, there.set))
+
+            def stuck(source: str, target: str, message: Message) -> list[Delivery]:
+                """Nothing comes of what the anchor listens to."""
+                if isinstance(message, pb.GossipMessage) and "anchor:1" in (source, target):
+                    there.set()
+                    return []
+                return [Delivery(message)]
+
+            s.delay(SLOW, "a0", "a1")
+            if doing == "following":
+                s.network.tap = stuck
+            if doing != "waiting":
+                await s.gathered(["a0"], ["a1"])
+            anchor = s.start("anchor", role="anchor")
+            if doing == "waiting":
+                await s.until(lambda: "waiting for a working replica" in anchor.status.doing())
+            else:
+                await there.wait()
+            assert anchor.status.directory is not None
+            anchor.status.directory.counter.advance("origin", spec.stop_tokens)
+            async with asyncio.timeout(30):
+                await s.finished("anchor")
+
+    run_virtual(main())

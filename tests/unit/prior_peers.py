@@ -50,8 +50,8 @@ def run_of(bps: int = 0) -> ResolvedRun:
     )
 
 
-def bounds(number: int = 1) -> Bounds:
-    return Bounds(RUN_ID, 2, 1, 128, 1024, {(WEIGHTS, number): MOST})
+def bounds(number: int = 1, apart_tokens: int = 0, apart_s: float = 0.0) -> Bounds:
+    return Bounds(RUN_ID, 2, 1, 128, 1024, {(WEIGHTS, number): MOST}, apart_tokens, apart_s)
 
 
 def identity(root: Path, name: str) -> Identity:
@@ -128,6 +128,9 @@ class Fleet:
     tasks: asyncio.TaskGroup
     run: ResolvedRun
     clock: VirtualClock
+    bounds: Bounds = field(default_factory=bounds)
+    counted: int = 500
+    """Global tokens that all know."""
     peers: dict[str, Peer] = field(default_factory=dict)
     running: list[asyncio.Task[None]] = field(default_factory=list)
     addresses: dict[str, str] = field(default_factory=dict)
@@ -159,14 +162,14 @@ class Fleet:
             )  # fmt: skip
 
         peer.relay = Relay(
-            bounds(),
+            self.bounds,
             {(WEIGHTS, 1): peer.taker},
             peer.store,
             fetch,
             Offering(name, self.run, transport, self.clock, peer.metrics),
             lambda: [replica for replica in self.replicas() if replica.peer_id != name],
             self.address,
-            lambda: (3, 500),
+            lambda: (3, self.counted),
             self.clock,
             peer.metrics,
             rng,
@@ -228,10 +231,12 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(root: Path, replicas: int, bps: int = 0) -> AsyncIterator[Fleet]:
+async def fleet(
+    root: Path, replicas: int, bps: int = 0, limits: Bounds | None = None
+) -> AsyncIterator[Fleet]:
     clock = VirtualClock()
     async with MemoryNetwork(clock) as net, asyncio.TaskGroup() as tasks:
-        made = Fleet(root, net, tasks, run_of(bps), clock)
+        made = Fleet(root, net, tasks, run_of(bps), clock, limits or bounds())
         net.tap = made.tap
         for number in range(replicas):
             made.replica(f"r{number}")

@@ -96,17 +96,26 @@ class Published:
     got: list[tuple[Any, ...]] = field(default_factory=list)
     full: bool = False
 
-    async def publish(self, kind: pb.PriorKind, number: int, data: bytes, **facts: int) -> None:
+    async def publish(self, kind: pb.PriorKind, number: int, data: bytes, **facts: float) -> None:
         if self.full:
             raise ResourceError("disk full")
         self.got.append((kind, number, data, facts))
+
+
+class LateClock(VirtualClock):
+    """Wall time that passes run while the device works."""
+
+    later_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.later_s
 
 
 class Anchor:
     def __init__(
         self, worker: DeviceWorker, lacking: int = 0, followers: list[Following] | None = None
     ) -> None:
-        clock = VirtualClock()
+        clock = LateClock()
         self.counter, self.metrics, self.published = TokenCounter(), Metrics(clock), Published()
         self.passes = Passing(lacking)
         self.followers = followers or [Following(0), Following(1)]
@@ -131,10 +140,17 @@ def test_a_refresh_follows_measures_publishes_and_waits_for_the_swarm() -> None:
             anchor = Anchor(worker)
             anchor.counter.advance("origin", 7 * BATCH)
             await anchor.refresher.catch_up()
+            began, run = anchor.clock.time(), anchor.passes.run
+
+            def slow(batch: Any) -> None:
+                anchor.clock.later_s += 10.0
+                run(batch)
+
+            anchor.passes.run = slow  # type: ignore[method-assign]
             running = tasks.create_task(anchor.refresher.run())
             await anchor.clock.sleep(100.0)
             assert anchor.passes.runs == SPEC.anchors.passes
-            facts = {"weight_version": 20, "measured": 7 * BATCH, "tokens": 80}
+            facts = {"weight_version": 20, "measured": 7 * BATCH, "time": began, "tokens": 80}
             assert anchor.published.got == [
                 (pb.PRIOR_KIND_BOUNDARY, 0, b"boundary 0", facts),
                 (pb.PRIOR_KIND_WEIGHTS, 0, b"weights 0", facts),

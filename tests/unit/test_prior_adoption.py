@@ -31,9 +31,10 @@ class Scene:
         self.maker = Maker(opened(root))
         self.bundles = BundleStore(root / "bundles")
         self.barred: list[str] = []
+        self.counted = 10**9
         self.codecs = Codecs(
             self.maker.crossing, HIDDEN, self.maker.store, self.maker.author.adopt,
-            lambda author, reason: self.barred.append(author),
+            lambda: self.counted, lambda author, reason: self.barred.append(author),
         )  # fmt: skip
 
     async def bring(self, prior: BoundaryPrior, author: str = "anchor", measured: int | None = None) -> bytes:
@@ -114,6 +115,29 @@ def test_others_that_are_dated_ahead_do_not_keep_a_sender_from_its_own(tmp_path:
             honest = await s.bring(made_prior(1, 90, seed=6))
             await asyncio.sleep(2)
             assert s.maker.used == honest
+            running.cancel()
+
+    run_virtual(main())
+
+
+def test_one_that_is_dated_ahead_does_not_shut_out_one_that_is_not(tmp_path: Path) -> None:
+    """Neither what is used, nor what waits, nor what is kept goes by what an author says of the future."""
+
+    async def main() -> None:
+        async with linked(Neighbour(delay_s=1.0)) as links, asyncio.TaskGroup() as tasks:
+            s = Scene(tmp_path)
+            s.maker.links.extend(links)
+            s.counted = 100
+            running = tasks.create_task(s.codecs.run())
+            liar = await s.bring(made_prior(1, 50_000), "liar")
+            await asyncio.sleep(10)
+            assert s.maker.used == liar
+            s.counted = 200
+            honest = await s.bring(made_prior(1, 150), "honest")
+            await asyncio.sleep(10)
+            newest = s.maker.store.newest(1)
+            assert newest is not None
+            assert newest.name == s.maker.used == honest
             running.cancel()
 
     run_virtual(main())

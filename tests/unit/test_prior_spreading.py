@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from google.protobuf.message import Message
-from prior_peers import BAD, WEIGHTS, Fleet, fleet, identity, notice_of, sealed
+from prior_peers import BAD, WEIGHTS, Fleet, bounds, fleet, identity, notice_of, sealed
 
 from meshd import PROTOCOL_VERSION
 from meshd.anchor.notices import MAX_NOTICES, Board, Entry
@@ -353,7 +353,7 @@ def test_an_older_one_that_comes_late_does_not_take_the_place_of_a_newer(tmp_pat
 
             f.net.tap = slow
             await f.offer("r0", old)
-            await f.offer("r0", new)
+            await f.offer("r0", new, peer_id="another")  # of one peer, files come one after the other
             await asyncio.sleep(60)
             peer = f.peers["r0"]
             assert peer.relay is not None
@@ -414,6 +414,35 @@ def test_nothing_more_is_taken_of_a_barred_author(tmp_path: Path) -> None:
     run_virtual(main())
 
 
+def test_an_authors_next_one_is_taken_when_it_is_far_enough_from_the_last(tmp_path: Path) -> None:
+    """What comes too soon is no fault, and is taken later."""
+
+    async def main() -> None:
+        async with fleet(tmp_path, 2, limits=bounds(apart_tokens=100, apart_s=1000.0)) as f:
+            publisher, _ = f.anchor("anchor")
+            peer = f.peers["r0"]
+
+            async def publish(data: bytes, measured: int) -> None:
+                await publisher.publish(WEIGHTS, 1, data, weight_version=3, measured=measured, tokens=100)
+
+            await publish(b"first", 500)
+            await f.until(lambda: f.all_have(b"first"))
+            f.counted = 599
+            for n in range(20):
+                await publish(b"%d" % n, 10_000)  # what it says of the future does not count
+                await asyncio.sleep(20)
+            assert peer.taker.taken == [b"first"]
+            assert sum(f.fetched.values()) == 2
+            f.counted = 600
+            await f.until(lambda: f.all_have(b"19"), 120)
+            assert peer.taker.taken == [b"first", b"19"]
+            await publish(b"late", 600)
+            assert 800 < await f.until(lambda: f.all_have(b"late"), 1200) < 1200
+            assert sum(peer.count("priors_refused") for peer in f.peers.values()) == 0
+
+    run_virtual(main())
+
+
 def test_a_restarted_anchor_goes_on_where_it_was_and_leaves_no_files_behind(tmp_path: Path) -> None:
     async def main() -> None:
         async with fleet(tmp_path, 2) as f:
@@ -435,6 +464,45 @@ def test_uploads_keep_within_the_runs_rate(tmp_path: Path) -> None:
             elapsed = f.clock.monotonic()
             assert 0 < anchor.count("prior_bytes_sent") <= 1000 * elapsed + 2 * 5000
             await f.until(lambda: f.all_have(bytes([19]) * 5000))
+
+    run_virtual(main())
+
+
+def test_a_notice_is_dated_by_when_its_measurement_began(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fleet(tmp_path, 1) as f:
+            publisher, _ = f.anchor("anchor")
+            await publisher.publish(
+                WEIGHTS, 1, DATA, weight_version=3, measured=500, tokens=100, time=EPOCH - 90
+            )
+            await f.until(lambda: f.all_have(DATA))
+            peer = f.peers["r0"]
+            assert peer.relay is not None
+            (entry,) = peer.relay.board.entries
+            assert entry.notice.time == EPOCH - 90
+
+    run_virtual(main())
+
+
+def test_who_always_says_that_it_lacks_all_is_charged_once_for_each_file(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fleet(tmp_path, 1, bps=80) as f:
+            peer = f.peers["r0"]
+            assert peer.relay is not None
+            fetch_of = peer.relay.serve
+
+            async def lie(offer: pb.PriorOffer) -> pb.PriorAnswer:
+                await fetch_of(offer)
+                return pb.PriorAnswer()
+
+            peer.relay.serve = lie  # type: ignore[method-assign]
+            publisher, anchor = f.anchor("anchor")
+            await publisher.publish(WEIGHTS, 1, DATA, weight_version=3, measured=500, tokens=100)
+            await f.until(lambda: f.all_have(DATA))
+            await asyncio.sleep(600)
+            assert anchor.count("prior_bytes_sent") == len(DATA)
+            await publisher.publish(WEIGHTS, 1, b"next", weight_version=3, measured=500, tokens=100)
+            assert await f.until(lambda: f.all_have(b"next")) < 10
 
     run_virtual(main())
 
