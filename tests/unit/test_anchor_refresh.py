@@ -142,9 +142,9 @@ def test_a_refresh_follows_measures_publishes_and_waits_for_the_swarm() -> None:
             await anchor.refresher.catch_up()
             began, run = anchor.clock.time(), anchor.passes.run
 
-            def slow(batch: Any) -> None:
+            def slow(batch: Any) -> int:
                 anchor.clock.later_s += 10.0
-                run(batch)
+                return run(batch)
 
             anchor.passes.run = slow  # type: ignore[method-assign]
             running = tasks.create_task(anchor.refresher.run())
