@@ -155,7 +155,7 @@ class AnchorSpec(Table):
     passes: int = Field(
         8, ge=1, le=1024, description="clean microbatches that an anchor measures per refresh"
     )
-    rank: int = Field(16, ge=1, le=256, description="singular triplets of a weight's gradient that cross")
+    rank: int = Field(32, ge=1, le=256, description="singular triplets of a weight's gradient that cross")
     corrector: str = Field(
         "inject:lambda=0.15",
         description="what stages make of their gradients with weight priors: `inject`, `filter`, `wiener`, `signed`, "

@@ -246,7 +246,7 @@ def merged(priors: Sequence[tuple[WeightPrior, float]]) -> WeightPrior:
     # What is declared and what is sent are both bounded.
     sizes = [max(prior.mean_norm, norm) for prior, norm in zip(only, held, strict=True)]
     factors = [share * clip for share, clip in zip(shares, _clips(sizes), strict=True)]
-    mean = _summed([(prior.triplets, factor) for prior, factor in zip(only, factors, strict=True)])
+    mean = summed([(prior.triplets, factor) for prior, factor in zip(only, factors, strict=True)])
     # What lies outside of the triplets of each, taken as unrelated.
     outside = math.fsum(
         f**2 * (size**2 - norm**2) for f, size, norm in zip(factors, sizes, held, strict=True)
@@ -274,7 +274,7 @@ def _merged_bias(parts: Sequence[tuple[Triplets, float]]) -> Triplets | None:
         return None
     total = math.fsum(share for _, share in parts)
     clips = _clips([bias.norm() for bias, _ in parts])
-    return _summed([(bias, share / total * clip) for (bias, share), clip in zip(parts, clips, strict=True)])
+    return summed([(bias, share / total * clip) for (bias, share), clip in zip(parts, clips, strict=True)])
 
 
 def _clips(norms: Sequence[float]) -> list[float]:
@@ -283,8 +283,9 @@ def _clips(norms: Sequence[float]) -> list[float]:
     return [median / norm if norm > median else 1.0 for norm in norms]
 
 
-def _summed(parts: Sequence[tuple[Triplets, float]]) -> Triplets:
-    """Of the sum of matrices times factors: QR of the stacked sides, SVD of the small core."""
+def summed(parts: Sequence[tuple[Triplets, float]]) -> Triplets:
+    """Of the sum of matrices times factors, whose sides need not be orthonormal: QR of the stacked sides, SVD of the
+    small core."""
     left, left_core = torch.linalg.qr(torch.cat([item.u * (item.s * factor) for item, factor in parts], 1))
     right, right_core = torch.linalg.qr(torch.cat([item.v for item, _ in parts], 1))
     u, s, vt = torch.linalg.svd(left_core @ right_core.T, full_matrices=False)

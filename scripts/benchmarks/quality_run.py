@@ -60,7 +60,7 @@ class Arm:
     anchors: int = 0
     liars: int = 0
     corrector: str = "none"
-    rank: int = 16
+    rank: int = 32
     cadence: int = 20
     delay: int = 10
     passes: int = 8
@@ -185,9 +185,10 @@ class Anchor:
         models: list[StageModel],
         features: TokenFeatures | None,
         data: Dataset,
+        bytes: Bytes,
     ) -> None:
         spec = run.spec
-        self._arm, self._spec, self._number = arm, spec, number
+        self._arm, self._spec, self._number, self._bytes = arm, spec, number, bytes
         self.lies = number < arm.liars
         pair = codec_named(spec.wire.forward), codec_named(spec.wire.backward)
         self._model = StagedModel(models)
@@ -215,14 +216,24 @@ class Anchor:
             if better >= ENOUGH:
                 moments.sent = prior
                 boundaries.append(prior)
-        helds = []
         counted = self._arm.passes * self._spec.data.microbatch * self._spec.data.seq_len
-        for stage in range(len(self._model.stages)):
-            priors = self.passes.weight_priors(stage)
-            if self.lies:
-                priors = {name: _opposite(prior) for name, prior in priors.items()}
-            helds.append(Held(f"anchor {self._number}", version, 0.0, counted, priors))
+        helds = [
+            Held(f"anchor {self._number}", version, 0.0, counted, self._weight_priors(stage))
+            for stage in range(len(self._model.stages))
+        ]
         return boundaries, helds
+
+    def _weight_priors(self, stage: int) -> dict[str, WeightPrior]:
+        """As they come out of the file that crosses; in full rank they are not sent."""
+        priors = self.passes.weight_priors(stage)
+        if self.lies:
+            priors = {name: _opposite(prior) for name, prior in priors.items()}
+        if not priors or not self._arm.rank:
+            return priors
+        data = weight_file.to_bytes(stage, priors)
+        self._bytes.weight_priors += len(data)
+        shapes = {name: prior.shape for name, prior in priors.items()}
+        return weight_file.from_bytes(data, stage, shapes, self._arm.rank)
 
 
 def _opposite(prior: WeightPrior) -> WeightPrior:
@@ -248,7 +259,7 @@ class Swarm:
         self.tokens = self.microbatches = self.steps = 0
         self._copies = [self._base() for _ in range(arm.anchors)]
         self._anchors = [
-            Anchor(arm, number, run, models, features, self.data)
+            Anchor(arm, number, run, models, features, self.data, self.bytes)
             for number, models in enumerate(self._copies)
         ]
         self._pairs = self._gossip() if arm.averaging is not None else []
@@ -315,9 +326,6 @@ class Swarm:
             found, helds = anchor.measure(self.steps, self.tokens)
             boundaries += found
             weights.append(helds)
-            for stage, held in enumerate(helds):
-                if held.priors and self.arm.rank:
-                    self.bytes.weight_priors += len(weight_file.to_bytes(stage, held.priors))
         self.bytes.refreshes += 1
         self._due.append((self.steps + (self.arm.delay if self.steps else 0), boundaries, weights))
 

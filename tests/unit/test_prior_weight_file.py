@@ -1,4 +1,4 @@
-"""The file of weight priors: what crosses is what was measured, in bf16, and nothing else gets in."""
+"""The file of weight priors: what crosses is what was measured, in a few bits, and nothing else gets in."""
 
 from __future__ import annotations
 
@@ -28,26 +28,28 @@ def priors(seed: int = 0, zero: bool = False) -> dict[str, WeightPrior]:
     return out
 
 
-def test_what_is_read_is_what_was_written_up_to_bf16() -> None:
+def test_what_is_read_is_what_was_written_up_to_three_bits() -> None:
     made = priors()
     data = to_bytes(2, made)
     assert len(data) <= most_bytes(SHAPES, RANK)
     read = from_bytes(data, 2, SHAPES, RANK)
     assert read.keys() == made.keys()
     for name, prior in made.items():
-        got = read[name]
-        assert got.u.shape == (SHAPES[name][0], min(RANK, *SHAPES[name]))
-        for part in ("u", "s", "v", "power"):
-            tensor = getattr(got, part)
-            assert tensor.dtype == torch.float32
-            torch.testing.assert_close(tensor, getattr(prior, part), rtol=1e-2, atol=1e-8)
+        got, rank = read[name], min(RANK, *SHAPES[name])
+        assert all(t.dtype == torch.float32 for t in (got.u, got.s, got.v, got.power))
+        for basis, rows in zip((got.u, got.v), SHAPES[name], strict=True):
+            assert basis.shape == (rows, rank)
+            torch.testing.assert_close(basis.T @ basis, torch.eye(rank), rtol=0, atol=1e-5)
         for part in ("rest", "norm", "mean_norm", "agreement"):
             assert getattr(got, part) == pytest.approx(getattr(prior, part), rel=1e-6)
-        error = (got.mean() - prior.mean()).norm() / prior.mean().norm()
-        assert error < 0.01
-    # Two bytes a value, and the header.
+        assert float(got.power.sum()) + got.rest == pytest.approx(1.0, abs=1e-5)
+        torch.testing.assert_close(got.power, prior.power, rtol=0.1, atol=1e-8)
+        one, other = got.mean().flatten(), prior.mean().flatten()
+        assert torch.cosine_similarity(one, other, dim=0) > 0.93
+        assert float(one.norm() / other.norm()) == pytest.approx(1.0, abs=5e-3)
+    # Three bits a value, and the header.
     values = sum(sum(shape) * min(RANK, *shape) for shape in SHAPES.values())
-    assert len(data) < 2 * values + 2500
+    assert len(data) < 3 * values / 8 + 2500
 
 
 def test_a_prior_of_gradients_that_are_all_zero_crosses() -> None:
@@ -75,8 +77,8 @@ def raw(change: Callable[[dict[str, torch.Tensor]], object]) -> bytes:
     return data
 
 
-U = priors()[FIRST].u
-POWER = priors()[FIRST].power
+# 30 rows of 5 values of 3 bits: the last byte has bits to spare.
+ODD = f"{list(SHAPES)[1]}/v"
 BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     "other stage": (lambda: to_bytes(1, priors()), "of stage 1"),
     "no file": (lambda: b"\x05\0\0\0\0\0\0\0hello", "no safetensors"),
@@ -84,26 +86,27 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     "huge header": (lambda: b"\xff" * 64, "header"),
     "too large": (lambda: one() + bytes(100_000), "are the most"),
     "cut short": (lambda: one()[:-9], "no safetensors"),
-    "nan": (lambda: one(u=U * float("nan")), "not finite"),
     "infinite": (lambda: one(s=torch.full((RANK,), float("inf"))), "not finite"),
     "nan scalar": (lambda: one(agreement=float("nan")), "not finite"),
     "huge norm": (lambda: one(norm=2.0**41), "not finite, or over"),
     "huge mean": (lambda: one(s=torch.full((RANK,), 2.0**40)), "not finite, or over"),
-    "longer": (lambda: one(u=U * 1.1), "orthonormal"),
-    "one direction": (lambda: one(u=U[:, :1].expand(-1, RANK)), "orthonormal"),
     "rising": (lambda: one(s=torch.arange(RANK).float()), "does not fall"),
     "negative s": (lambda: one(s=-torch.arange(RANK).float()), "below 0"),
-    "negative power": (lambda: one(power=POWER - 0.5), "below 0"),
-    "shares": (lambda: one(power=POWER + 0.01), "together"),
-    "negative rest": (lambda: one(rest=-0.5), "below 0"),
+    "negative rest": (lambda: one(rest=-0.5), "shares"),
+    "large rest": (lambda: one(rest=1.5), "shares"),
+    "no shares": (lambda: one(power=torch.zeros(RANK, RANK), rest=0.5), "shares"),
+    "longer basis": (
+        lambda: raw(lambda t: t.update({f"{FIRST}/u": torch.zeros(1000, dtype=torch.uint8)})),
+        "expected",
+    ),
+    "padding": (lambda: raw(lambda t: t[ODD].__setitem__(-1, 255)), "zeros belong"),
     "negative norm": (lambda: one(norm=-1.0), "has norms"),
     "agreement": (lambda: one(agreement=1.5), "agreement"),
-    "shape": (lambda: one(u=torch.eye(23, RANK)), "expected"),
     "rank": (lambda: one(s=torch.ones(RANK - 1)), "expected"),
     "missing": (lambda: raw(lambda t: t.pop(f"{FIRST}/v")), "missing or unknown"),
     "unknown": (lambda: raw(lambda t: t.update(more=torch.ones(1))), "missing or unknown"),
     "dtype": (lambda: raw(lambda t: t.update({f"{FIRST}/u": t[f"{FIRST}/u"].half()})), "expected"),
-    "format": (lambda: raw(lambda t: t["facts"].__setitem__(0, 2)), "format 2"),
+    "format": (lambda: raw(lambda t: t["facts"].__setitem__(0, 1)), "format 1"),
 }
 
 
