@@ -3,38 +3,28 @@ section 3). It arrives from strangers: `from_bytes` checks everything that decod
 
 from __future__ import annotations
 
-import hashlib
-import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 
 from meshd.errors import MismatchError
+from meshd.priors.files import LARGEST, TYPES, Spec, checked_name, checked_tensors, entries
 from meshd.wire.entropy import CLASSES, SYMBOLS, Tables
 
 FORMAT = 1
 SCALE_LIMIT = 64 * 40
 """Scale indices are within +-SCALE_LIMIT: scales between 2**-40 and 2**40."""
 
-_LARGEST = 2.0**40
+_WHAT = "a prior"
 # What stands in for zero where it divides.
 _LEAST = 2.0**-40
 _MOST_FACT = 2**62
 _LEAST_COLUMN = 1 / 64
 # The JSON header of a prior's file takes about 1,500.
 _HEADER_BYTES = 4096
-_TYPES = {
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-}
 
 Direction = Literal["forward", "backward"]
 _DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
@@ -191,7 +181,7 @@ class BoundaryPrior:
             tensors[f"{direction}.tables"] = torch.from_numpy(basis.tables.to_array().astype(np.int32))
         specs = _specs(self.hidden, self.rank, len(self.forward.scale_index), len(self.backward.scale_index))
         written = {
-            name: tensor.detach().to("cpu", _TYPES[specs[name].dtype]).contiguous()
+            name: tensor.detach().to("cpu", TYPES[specs[name].dtype]).contiguous()
             for name, tensor in tensors.items()
         }
         data: bytes = safetensors.torch.save(written)
@@ -205,11 +195,7 @@ class BoundaryPrior:
         hidden, rank: of the run's model and token features. name: what the bytes must hash to. Raises MismatchError
         naming what is wrong.
         """
-        if len(data) > most_bytes(hidden, rank):
-            raise MismatchError(f"a prior of {len(data)} bytes where {most_bytes(hidden, rank)} are the most")
-        digest = hashlib.sha256(data).digest()
-        if name is not None and digest != name:
-            raise MismatchError(f"a prior's bytes are {digest.hex()[:16]}, not {name.hex()[:16]}")
+        digest = checked_name(data, most_bytes(hidden, rank), name, _WHAT)
         raw = _unpack(data, hidden, rank)
         version, boundary, tokens, measured = raw["facts"].tolist()
         if version != FORMAT:
@@ -238,67 +224,36 @@ def most_bytes(hidden: int, rank: int) -> int:
     return _HEADER_BYTES + sum(spec.bytes for spec in _specs(hidden, rank, hidden, hidden).values())
 
 
-class _Spec(NamedTuple):
-    """Shape, and dtype as safetensors calls it."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * _TYPES[self.dtype].itemsize
-
-
-def _specs(hidden: int, rank: int, forward: int, backward: int) -> dict[str, _Spec]:
+def _specs(hidden: int, rank: int, forward: int, backward: int) -> dict[str, Spec]:
     """Every tensor of a prior with so many coordinates in each direction."""
     specs = {
-        "facts": _Spec((4,), "I64"),
-        "mean": _Spec((hidden,), "F32"),
-        "predictor": _Spec((rank + 1, hidden), "BF16"),
-        "outlier_norm": _Spec((1,), "F32"),
-        "outlier_mean": _Spec((hidden,), "F32"),
+        "facts": Spec((4,), "I64"),
+        "mean": Spec((hidden,), "F32"),
+        "predictor": Spec((rank + 1, hidden), "BF16"),
+        "outlier_norm": Spec((1,), "F32"),
+        "outlier_mean": Spec((hidden,), "F32"),
         **_packed_specs("forward.decode", hidden, forward),
     }
     for direction, coded in zip(_DIRECTIONS, (forward, backward), strict=True):
         specs |= _packed_specs(f"{direction}.encode", coded, hidden)
-        specs[f"{direction}.scale_index"] = _Spec((coded,), "I16")
-        specs[f"{direction}.tables"] = _Spec((CLASSES, SYMBOLS), "I32")
+        specs[f"{direction}.scale_index"] = Spec((coded,), "I16")
+        specs[f"{direction}.tables"] = Spec((CLASSES, SYMBOLS), "I32")
     return specs
 
 
-def _packed_specs(name: str, rows: int, columns: int) -> dict[str, _Spec]:
+def _packed_specs(name: str, rows: int, columns: int) -> dict[str, Spec]:
     return {
-        name: _Spec((rows, columns), "I8"),
-        f"{name}.rows": _Spec((rows,), "F32"),
-        f"{name}.columns": _Spec((columns,), "F32"),
+        name: Spec((rows, columns), "I8"),
+        f"{name}.rows": Spec((rows,), "F32"),
+        f"{name}.columns": Spec((columns,), "F32"),
     }
 
 
 def _unpack(data: bytes, hidden: int, rank: int) -> dict[str, torch.Tensor]:
     """The tensors of a prior, of the right names, shapes and dtypes, and finite. Raises MismatchError."""
-    if int.from_bytes(data[:8], "little") > _HEADER_BYTES:
-        raise MismatchError("a prior's header is damaged, or of another version")
-    try:
-        found = dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]
-    except SafetensorError as fault:
-        raise MismatchError(f"a prior is no safetensors file: {fault}") from None
+    found = entries(data, _HEADER_BYTES, _WHAT)
     coded = [_coordinates(found, direction, hidden) for direction in _DIRECTIONS]
-    specs = _specs(hidden, rank, *coded)
-    if found.keys() != specs.keys():
-        strange = sorted(found.keys() ^ specs.keys())[0]
-        raise MismatchError(f"a prior's tensor {strange[:64]!r} is missing or unknown")
-    tensors = {}
-    for name, spec in specs.items():
-        it = _Spec(tuple(found[name]["shape"]), found[name]["dtype"])
-        if it != spec:
-            raise MismatchError(
-                f"a prior's {name} is {list(it.shape)} {it.dtype}, expected {list(spec.shape)} {spec.dtype}"
-            )
-        tensor = torch.frombuffer(found[name]["data"], dtype=_TYPES[spec.dtype]).reshape(spec.shape)
-        if tensor.is_floating_point() and not bool((tensor.abs() <= _LARGEST).all()):  # false for NaN as well
-            raise MismatchError(f"a prior's {name} has values that are not finite, or over {_LARGEST:g}")
-        tensors[name] = tensor
-    return tensors
+    return checked_tensors(found, _specs(hidden, rank, *coded), _WHAT)
 
 
 def _coordinates(found: dict[str, dict[str, Any]], direction: Direction, hidden: int) -> int:
@@ -325,6 +280,6 @@ def _basis(raw: dict[str, torch.Tensor], direction: Direction) -> Basis:
 
 def _packed(raw: dict[str, torch.Tensor], name: str) -> Packed:
     packed = Packed(raw[name], raw[f"{name}.rows"], raw[f"{name}.columns"])
-    if 127 * float(packed.rows.abs().max()) * float(packed.columns.abs().max()) > _LARGEST:
-        raise MismatchError(f"a prior's {name} has values over {_LARGEST:g}")
+    if 127 * float(packed.rows.abs().max()) * float(packed.columns.abs().max()) > LARGEST:
+        raise MismatchError(f"a prior's {name} has values over {LARGEST:g}")
     return packed

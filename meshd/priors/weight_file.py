@@ -3,14 +3,10 @@ from strangers: `from_bytes` checks everything that correctors and `merged` rely
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 
 from meshd.errors import MismatchError
 from meshd.priors.factors import (
@@ -20,24 +16,17 @@ from meshd.priors.factors import (
     unpacked_basis,
     unpacked_shares,
 )
+from meshd.priors.files import Spec, checked_name, checked_tensors, entries
 from meshd.priors.weight import Triplets, WeightPrior, summed
 
 FORMAT = 2
 
-_LARGEST = 2.0**40
+_WHAT = "weight priors"
 # Of a tensor's entry in the JSON header, beside its name.
 _HEADER_BYTES, _ENTRY_BYTES = 4096, 128
-_TYPES = {"I64": torch.int64, "F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
 
 # rest, norm, mean_norm, agreement
 _SCALARS = 4
-
-
-class _Spec(NamedTuple):
-    """Shape, and dtype as safetensors calls it."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 def to_bytes(stage: int, priors: Mapping[str, WeightPrior]) -> bytes:
@@ -60,14 +49,10 @@ def from_bytes(
     shapes: (m, n) of the stage's corrected weights. rank: of the run; of a weight min(rank, m, n). name: what the bytes
     must hash to. Raises MismatchError naming what is wrong.
     """
-    if len(data) > most_bytes(shapes, rank):
-        raise MismatchError(
-            f"weight priors of {len(data)} bytes where {most_bytes(shapes, rank)} are the most"
-        )
-    digest = hashlib.sha256(data).digest()
-    if name is not None and digest != name:
-        raise MismatchError(f"weight priors' bytes are {digest.hex()[:16]}, not {name.hex()[:16]}")
-    raw = _unpack(data, shapes, rank)
+    checked_name(data, most_bytes(shapes, rank), name, _WHAT)
+    specs = _specs(shapes, rank)
+    tensors = checked_tensors(entries(data, _header_bytes(specs), _WHAT), specs, _WHAT)
+    raw = {part: tensor.float() if tensor.is_floating_point() else tensor for part, tensor in tensors.items()}
     version, said = raw["facts"].tolist()
     if version != FORMAT:
         raise MismatchError(f"weight priors of format {version}; this version reads {FORMAT}")
@@ -79,56 +64,25 @@ def from_bytes(
 def most_bytes(shapes: Mapping[str, torch.Size], rank: int) -> int:
     """Bytes of the largest file that fits a stage: the most that is read of one."""
     specs = _specs(shapes, rank)
-    sizes = sum(math.prod(spec.shape) * _TYPES[spec.dtype].itemsize for spec in specs.values())
-    return 8 + _header_bytes(specs) + sizes
+    return 8 + _header_bytes(specs) + sum(spec.bytes for spec in specs.values())
 
 
-def _header_bytes(specs: Mapping[str, _Spec]) -> int:
+def _header_bytes(specs: Mapping[str, Spec]) -> int:
     # A name of several bytes a character takes six of them in JSON.
     return _HEADER_BYTES + sum(_ENTRY_BYTES + 6 * len(name) for name in specs)
 
 
-def _specs(shapes: Mapping[str, torch.Size], rank: int) -> dict[str, _Spec]:
+def _specs(shapes: Mapping[str, torch.Size], rank: int) -> dict[str, Spec]:
     """Every tensor of a stage's file."""
-    specs = {"facts": _Spec((2,), "I64")}
+    specs = {"facts": Spec((2,), "I64")}
     for name, (rows, columns) in shapes.items():
         r = min(rank, rows, columns)
-        specs[f"{name}/u"] = _Spec((basis_bytes(rows, r),), "U8")
-        specs[f"{name}/s"] = _Spec((r,), "BF16")
-        specs[f"{name}/v"] = _Spec((basis_bytes(columns, r),), "U8")
-        specs[f"{name}/power"] = _Spec((r, r), "U8")
-        specs[f"{name}/scalars"] = _Spec((_SCALARS,), "F32")
+        specs[f"{name}/u"] = Spec((basis_bytes(rows, r),), "U8")
+        specs[f"{name}/s"] = Spec((r,), "BF16")
+        specs[f"{name}/v"] = Spec((basis_bytes(columns, r),), "U8")
+        specs[f"{name}/power"] = Spec((r, r), "U8")
+        specs[f"{name}/scalars"] = Spec((_SCALARS,), "F32")
     return specs
-
-
-def _unpack(data: bytes, shapes: Mapping[str, torch.Size], rank: int) -> dict[str, torch.Tensor]:
-    """The tensors, of the right names, shapes and dtypes, finite and of no huge size. Raises MismatchError."""
-    specs = _specs(shapes, rank)
-    if int.from_bytes(data[:8], "little") > _header_bytes(specs):
-        raise MismatchError("the header of weight priors is damaged, or of another version")
-    try:
-        found = dict(safetensors.deserialize(data))  # type: ignore[no-untyped-call]
-    except SafetensorError as fault:
-        raise MismatchError(f"weight priors are no safetensors file: {fault}") from None
-    if found.keys() != specs.keys():
-        strange = sorted(found.keys() ^ specs.keys())[0]
-        raise MismatchError(f"weight priors: tensor {strange[:128]!r} is missing or unknown")
-    tensors = {}
-    for name, spec in specs.items():
-        it = _Spec(tuple(found[name]["shape"]), found[name]["dtype"])
-        if it != spec:
-            raise MismatchError(
-                f"weight priors: {name} is {list(it.shape)} {it.dtype}, expected {list(spec.shape)} {spec.dtype}"
-            )
-        tensor = torch.frombuffer(found[name]["data"], dtype=_TYPES[spec.dtype]).reshape(spec.shape)
-        if tensor.is_floating_point():
-            if not bool((tensor.abs() < _LARGEST).all()):  # false for NaN as well
-                raise MismatchError(
-                    f"weight priors: {name} has values that are not finite, or over {_LARGEST:g}"
-                )
-            tensor = tensor.float()
-        tensors[name] = tensor
-    return tensors
 
 
 def _prior(name: str, shape: torch.Size, raw: Mapping[str, torch.Tensor]) -> WeightPrior:
