@@ -32,11 +32,12 @@ from meshd.state.bundle import BundleStore
 from meshd.state.donor import Donor
 from meshd.transport.memory import Delivery
 
+STALE = 6
 WEIGHTS, BOUNDARY = pb.PRIOR_KIND_WEIGHTS, pb.PRIOR_KIND_BOUNDARY
 
 
 def spec_of(weights: Path, text: Path, /, steps: int, **tables: dict[str, Any]) -> RunSpec:
-    anchors = {"corrector": "inject:lambda=0.3", "max_staleness_steps": 6, "rank": 4}
+    anchors = {"corrector": "inject:lambda=0.3", "max_staleness_steps": STALE, "rank": 4}
     values: dict[str, Any] = {"anchors": anchors, "snapshot": {"evaluate": False}, "stop": {"steps": steps}}
     return tiny_spec(weights, text, **{**values, **tables})
 
@@ -124,17 +125,20 @@ def test_weight_priors_reach_all_replicas_correct_their_steps_and_end_with_their
             s.network.tap = tap
             await s.gathered(["a0", "b0", "c0"], ["a1"])
             async with anchor(s) as it:
+                # Priors are merged in threads: on a busy machine many steps could go by meanwhile.
+                s.cut(["a0", "b0", "c0"], ["a1"])
                 await it.weights(0, "a0")
                 await s.until(lambda: all(s.counted("priors_used", name) == 1 for name in ("a0", "b0", "c0")))
                 assert s.counted("priors_used", "a1") == 0
+                s.network.heal()
                 await s.until(lambda: s.counted("steps_corrected", "a0", "b0", "c0") > 2)
                 await s.finished(*names)
                 assert len(fetched) == len(set(fetched)) == 3
                 assert s.counted("priors_refused") == 0
                 for name in ("a0", "b0", "c0"):
-                    # Fresh for six steps or less, of those that followed.
-                    assert s.counted("steps_corrected", name) <= 7 < s.counted("steps", name)
-                    assert s.peers[name].metrics.value("prior_age_steps") > 6
+                    # Fresh for so many steps or less, of those that followed.
+                    assert s.counted("steps_corrected", name) <= STALE + 1 < s.counted("steps", name)
+                    assert s.peers[name].metrics.value("prior_age_steps") > STALE
                     assert s.stage_peer(name).runtime.correction is None
                 assert s.counted("steps_corrected", "a1") == 0
                 assert all(s.account(name).holds for name in ("a0", "b0", "c0"))
