@@ -62,8 +62,12 @@ class Anchor:
     number: int = 0
 
     async def weights(self, stage: int, like: str, size: float = 1.0) -> None:
-        """Publish priors of a stage that a peer holds, dated as of now."""
+        """Publish priors of a stage that a peer holds, dated as of now, by the replica that is furthest: others may be
+        many steps behind."""
         runtime = self.swarm.stage_peer(like).runtime
+        replicas = [
+            p.role.runtime.version for p in self.swarm.peers.values() if isinstance(p.role, StagePeer)
+        ]
         self.number += 1
         generator = torch.Generator().manual_seed(self.number)
         priors = {}
@@ -74,7 +78,7 @@ class Anchor:
                 stats.add(common + 0.3 * size * torch.randn(shape, generator=generator))
             priors[name] = stats.prior(runtime.run.spec.anchors.rank, generator)
         await self.publisher.publish(
-            WEIGHTS, stage, to_bytes(stage, priors), weight_version=runtime.version,
+            WEIGHTS, stage, to_bytes(stage, priors), weight_version=max(replicas),
             measured=self.swarm.tokens(like), tokens=100,
         )  # fmt: skip
 
