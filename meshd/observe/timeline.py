@@ -17,8 +17,8 @@ from meshd.errors import DataError, MeshdError
 Interval = tuple[int, int]
 Event = dict[str, Any]
 
-# What can explain a gap of the device, the most telling first: room in flight is waited for whenever a link is slow, and
-# some microbatches are nearly always away.
+# What can explain a gap of the device, the most telling first: room in flight is waited for whenever a link is slow,
+# and some microbatches are nearly always away.
 _CAUSES = {
     "coder": "encoding or decoding",
     "uplink": "its uplink",

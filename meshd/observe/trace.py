@@ -41,7 +41,7 @@ _EVALUATION = 1 << 63
 
 
 @dataclass(frozen=True)
-class _Event:
+class Timed:
     """One phase. lane: its first word is its category. Times in microseconds since the epoch."""
 
     lane: str
@@ -69,7 +69,7 @@ class Phase:
         if self._tracer is not None and self._began:
             if kind is not None:
                 self._args["ended_by"] = kind.__name__
-            self._tracer.put(_Event(self._lane, self._name, self._began, self._tracer.now(), self._args))
+            self._tracer.put(Timed(self._lane, self._name, self._began, self._tracer.now(), self._args))
 
     def note(self, **args: Any) -> None:
         """What is known only meanwhile."""
@@ -90,7 +90,7 @@ class Tracer:
 
     def __init__(self) -> None:
         self.on = False
-        self._queue: queue.Queue[_Event | tuple[str, int] | None] = queue.Queue(_MAX_WAITING)
+        self._queue: queue.Queue[Timed | tuple[str, int] | None] = queue.Queue(_MAX_WAITING)
         self._left_out = 0
         # A wall clock that is set meanwhile would make phases overlap.
         self._epoch_ns = time.time_ns() - time.perf_counter_ns()
@@ -119,7 +119,7 @@ class Tracer:
         if self.on:
             self.put((name, stage))
 
-    def put(self, item: _Event | tuple[str, int]) -> None:
+    def put(self, item: Timed | tuple[str, int]) -> None:
         """For phases."""
         try:
             self._queue.put_nowait(item)
@@ -206,7 +206,7 @@ class Handing:
     def __call__(self, message: pb.LinkMessage) -> None:
         self._left -= len(message.chunk.data)
         if self._left <= 0:
-            self._tracer.put(_Event(self._lane, "send", self._began, self._tracer.now(), self._args))
+            self._tracer.put(Timed(self._lane, "send", self._began, self._tracer.now(), self._args))
 
 
 def _arguments(id: pb.MicrobatchId | None, hop: int | None, args: dict[str, Any]) -> dict[str, Any]:
@@ -236,7 +236,7 @@ class Events:
             self._metadata("process_sort_index", 0, sort_index=stage),
         ]
 
-    def lines(self, item: _Event) -> list[str]:
+    def lines(self, item: Timed) -> list[str]:
         made = []
         lanes = self._lanes.setdefault(item.lane, [])
         place = next((n for n, (_, end) in enumerate(lanes) if end <= item.began), len(lanes))

@@ -59,6 +59,7 @@ class Onward:
             self._soon,
             stage.clock,
             stage.metrics,
+            stage.tracer,
         )
 
     async def run(self) -> None:

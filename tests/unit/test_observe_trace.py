@@ -24,7 +24,7 @@ from meshd.observe.timeline import (
     timelines,
     union,
 )
-from meshd.observe.trace import Events, Tracer, _Event
+from meshd.observe.trace import Events, Timed, Tracer
 from meshd.proto import meshd_pb2 as pb
 from meshd.transport.chunks import split
 
@@ -138,7 +138,7 @@ def test_a_directory_in_the_files_place_is_named(tmp_path: Path) -> None:
 def test_events_that_overlap_go_to_lanes_beside_each_other() -> None:
     events = Events("peer")
     times = [(0, 10), (10, 20), (5, 25), (24, 30), (26, 31), (8, 40)]
-    lines = [line for begin, end in times for line in events.lines(_Event("coder", "encode", begin, end, {}))]
+    lines = [line for begin, end in times for line in events.lines(Timed("coder", "encode", begin, end, {}))]
     made = parse("".join(lines), "made")
     lanes = [item["tid"] for item in made if item["ph"] == "X"]
     assert lanes == [1, 1, 2, 1, 2, 3]
