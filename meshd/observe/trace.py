@@ -158,12 +158,14 @@ class Tracer:
                 while not ended:
                     lines, ended = self._gathered(events)
                     text = "".join(lines).encode()
-                    if written + len(text) > max_bytes:
+                    if full := written + len(text) > max_bytes:
+                        text = _whole_lines(text, max_bytes - written)
+                    file.write(text)
+                    written += len(text)
+                    if full:
                         self.on = False
                         event(log, "trace_full", level=logging.WARNING, path=path, max_bytes=max_bytes)
                         break
-                    file.write(text)
-                    written += len(text)
                 file.write(b"\n]\n" if written else b"[\n]\n")
         except OSError as fault:
             self.on = False
@@ -195,6 +197,11 @@ def _make(path: Path) -> None:
     with disk_faults(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"")
+
+
+def _whole_lines(text: bytes, room: int) -> bytes:
+    """The events that fit, each of which begins with the separator from the one before."""
+    return text[: max(0, text.rfind(b",\n", 0, room))]
 
 
 class Handing:
