@@ -18,13 +18,13 @@ Interval = tuple[int, int]
 Event = dict[str, Any]
 
 # What can explain a gap of the device, the most telling first: room in flight is waited for whenever a link is slow,
-# and some microbatches are nearly always away.
+# and some microbatches are nearly always away. Gossip is none: no microbatch waits for an exchange, only for the device
+# and the uplink, which exchanges use, too.
 _CAUSES = {
     "coder": "encoding or decoding",
     "uplink": "its uplink",
     "waiting": "a replica, or room in flight",
     "away": "what is away: the peers behind it",
-    "gossip": "gossip",
 }
 _NOTHING = "others: nothing was here"
 _LONGEST = 3

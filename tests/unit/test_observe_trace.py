@@ -162,7 +162,7 @@ def test_the_arithmetic_of_intervals() -> None:
         ({"away": [(0, 100)], "coder": [(0, 49)]}, "what is away: the peers behind it"),
         ({"away": [(0, 30)], "uplink": [(20, 90)]}, "its uplink"),
         ({"waiting": [(0, 100)], "uplink": [(20, 90)]}, "its uplink"),
-        ({"uplink": [(0, 10)]}, "others: nothing was here"),
+        ({"uplink": [(0, 10)], "gossip": [(0, 100)]}, "others: nothing was here"),
     ],
 )
 def test_a_gap_is_explained_by_what_filled_half_of_it(
