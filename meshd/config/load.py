@@ -74,8 +74,8 @@ def load_run_spec(path: Path) -> RunSpec:
 def load_peer_config(path: Path | None = None, options: Mapping[str, object] | None = None) -> PeerConfig:
     """Defaults, overridden by the TOML file `path`, overridden by `options` (plain fields that are not None).
 
-    `state_dir` comes out absolute: from the file relative to the file's directory, from the options to the working
-    directory. Raises ConfigError.
+    `state_dir` comes out absolute, and `trace`, too, when the file names it: from the file relative to the file's
+    directory, from the options to the working directory. Raises ConfigError.
     """
     values: dict[str, object] = {}
     sources = []
@@ -84,6 +84,8 @@ def load_peer_config(path: Path | None = None, options: Mapping[str, object] | N
         sources.append(str(path))
         if isinstance(state_dir := values.get("state_dir"), str):
             values["state_dir"] = str(path.resolve().parent / Path(state_dir).expanduser())
+        if isinstance(trace := values.get("trace"), str) and trace:
+            values["trace"] = str(path.resolve().parent / Path(trace).expanduser())
     # Options are plain fields. `meshd join` has an argument that is called like a table: the swarm's link.
     given = {
         name: value

@@ -80,6 +80,11 @@ class PeerConfig(Table):
     log_format: Literal["console", "json"] = Field(
         "console", description="`json`: one object a line, for machines"
     )
+    trace: str = Field(
+        "",
+        description="file that a timeline of what this peer does is written to, 64 MiB at most (docs/trace.md); empty: "
+        "none",
+    )
     drain_s: float = Field(
         20.0, ge=0.0, description="on shutdown, seconds to finish or hand back microbatches"
     )

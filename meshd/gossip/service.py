@@ -144,7 +144,9 @@ class Gossip:
             # All values cross in bf16: then two differ here and there by more than fewer bits can tell.
             subset, bits = (1, BF16) if whole else (self._coverage.subset, self._spec.bits)
             opening = self._opening(self._stage.rng.getrandbits(64), bits, subset)
-            _, report = await self._open(partner, opening, answered)
+            with self._stage.tracer.phase("gossip", "exchange", partner=partner.name) as phase:
+                _, report = await self._open(partner, opening, answered)
+                phase.note(bytes=report.bytes_sent)
         except ExchangeRefused:
             self._stage.metrics.count("gossip_busy")
             return False
@@ -238,7 +240,9 @@ class Gossip:
             self._stage.counter.merge(theirs.committed)
             await duplex.send(pb.GossipMessage(open=mine))
             stepped = self._stage.runtime.keeping.stepped
-            report = await self._run(exchange, mine, theirs, opener=False)
+            with self._stage.tracer.phase("gossip", "answer", partner=name) as phase:
+                report = await self._run(exchange, mine, theirs, opener=False)
+                phase.note(bytes=report.bytes_sent)
             self._done(peer, name, mine, report, stepped)
             # Exchanged with: what this peer would open itself can wait as long again.
             self._steps = 0
@@ -265,7 +269,9 @@ class Gossip:
             self._stage.counter.merge(theirs.committed)
             await duplex.send(pb.GossipMessage(open=mine))
             stepped = self._stage.runtime.keeping.stepped
-            await self._run(exchange, mine, theirs, opener=False)
+            with self._stage.tracer.phase("gossip", "let listen", partner=duplex.remote) as phase:
+                report = await self._run(exchange, mine, theirs, opener=False)
+                phase.note(bytes=report.bytes_sent)
             # An anchor, or a stranger, gives nothing back to the stage.
             if theirs.subset == 1 and self._stage.around.holds(theirs.peer_id):
                 self._stage.runtime.keeping.keep(stepped)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshd.observe.metrics import Metrics
+from meshd.observe.trace import Tracer
 from meshd.peer.directory import Directory
 from meshd.peer.handlers import DaemonHandlers
 from meshd.peer.status import StatusBoard
@@ -22,3 +23,4 @@ class Parts:
     handlers: DaemonHandlers
     status: StatusBoard
     metrics: Metrics
+    tracer: Tracer

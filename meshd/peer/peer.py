@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 
 from meshd.clock import Clock
@@ -16,6 +17,7 @@ from meshd.discovery.static import StaticRegistry
 from meshd.identity import Identity
 from meshd.observe.log import event
 from meshd.observe.metrics import Metrics
+from meshd.observe.trace import Tracer
 from meshd.optim.schedule import TokenCounter
 from meshd.peer.anchor import AnchorPeer
 from meshd.peer.directory import Directory, Self
@@ -44,7 +46,7 @@ class Peer:
         # Here, and not where the stage is loaded: most of a daemon's threads start in between.
         heap.set_up()
         self._config, self.me, self._clock, self._rng, self._identity = config, me, clock, rng, identity
-        self.metrics = Metrics(clock)
+        self.metrics, self._tracer = Metrics(clock), Tracer()
         self.status = StatusBoard(me, clock, self.metrics)
         self.handlers = DaemonHandlers(me, clock, self.status)
         self.watchdog = Watchdog(me, self.metrics, clock, lambda: self.status.doing(), self.status.waits)
@@ -66,8 +68,8 @@ class Peer:
         directory = Directory(self.me, registry, TokenCounter(), self._clock)
         self.status.directory, self.status.transport = directory, transport
         directory.transport = transport
-        parts = Parts(folder, directory, transport, self.handlers, self.status, self.metrics)
-        async with asyncio.TaskGroup() as tasks:
+        parts = Parts(folder, directory, transport, self.handlers, self.status, self.metrics, self._tracer)
+        async with self._traced(), asyncio.TaskGroup() as tasks:
             renewing = tasks.create_task(directory.run())
             watching = tasks.create_task(self.watchdog.run())
             self._playing = tasks.create_task(self._play(run, parts))
@@ -77,6 +79,11 @@ class Peer:
             renewing.cancel()
             watching.cancel()
         await registry.withdraw()
+
+    def _traced(self) -> AbstractAsyncContextManager[None]:
+        if not self._config.trace:
+            return nullcontext()
+        return self._tracer.writing(Path(self._config.trace).expanduser(), self.me.peer_id)
 
     async def _play(self, run: ResolvedRun | None, parts: Parts) -> None:
         directory = parts.directory

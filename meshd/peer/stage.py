@@ -83,7 +83,8 @@ class StagePeer:
         move: Move | None = None
         while True:
             await self._get_stage(move)
-            async with DeviceWorker() as worker:
+            self._parts.tracer.named(self._directory.me.name, self._directory.me.stage)
+            async with DeviceWorker(tracer=self._parts.tracer) as worker:
                 with ExitStack() as self._closing:
                     move = await self._work(worker)
             if move is None:
@@ -177,6 +178,7 @@ class StagePeer:
             self._clock,
             self._parts.metrics,
             self._rng,
+            self._parts.tracer,
         )
         snapshots = Snapshots(stage, number, store, directory)
         self._status.last_error = lambda: snapshots.problem

@@ -11,6 +11,7 @@ from meshd.clock import Clock
 from meshd.errors import MeshdError
 from meshd.observe.log import event
 from meshd.observe.metrics import Metrics
+from meshd.observe.trace import Tracer
 from meshd.pipeline.crossing import Crossing
 from meshd.pipeline.downstream import Downstream
 from meshd.pipeline.exhaustion import with_memory
@@ -36,10 +37,11 @@ class Author:
         changed: Callable[[], Awaitable[None]],
         clock: Clock,
         metrics: Metrics,
+        tracer: Tracer | None = None,
     ) -> None:
         """crossings: those that this peer is the upper end of. A prior from this peer's last time is used at once."""
         self._store, self._links, self._changed = store, links, changed
-        self._clock, self._metrics = clock, metrics
+        self._clock, self._metrics, self._tracer = clock, metrics, tracer or Tracer()
         self._held: dict[int, bytes] = {}
         self._crossings = {crossing.boundary: crossing for crossing in crossings if crossing.adapts}
         # One prior of a boundary at a time: neighbours hold few.
@@ -52,9 +54,12 @@ class Author:
     async def publish(self, crossing: Crossing, stats: BoundaryStats, measured: int) -> None:
         """Make a prior of what was measured, and use it once the neighbours have it. Where none comes of it (a full
         disk, no memory, too few tokens) the boundary is measured again. measured: the run's global tokens."""
+        fitting = self._tracer.phase("coder", "fit prior")
         try:
             data = await asyncio.to_thread(
-                with_memory, lambda: fit(stats, crossing.boundary, measured=measured).to_bytes()
+                fitting.around,
+                with_memory,
+                lambda: fit(stats, crossing.boundary, measured=measured).to_bytes(),
             )
             # Others' may be dated later than they were measured: what is made here is not to be forgotten for them.
             prior = await self._store.put(data, hold=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from meshd.errors import MeshdError, MismatchError, ungrouped
+from meshd.observe.trace import Tracer
 from meshd.pipeline.dropped import Busy, Corrupt, Dropped, NoPrior, Refused
 from meshd.proto import meshd_pb2 as pb
 from meshd.transport.base import Duplex, LinkLost, Transport
@@ -93,10 +94,13 @@ class Downstream:
         on_credit: Callable[[], None],
         on_counts: Callable[[Iterable[pb.Count]], None],
         on_kept: Callable[[pb.Kept], None],
+        tracer: Tracer | None = None,
+        name: str = "",
     ) -> None:
-        """on_credit: also called when the far side says that it has a prior."""
+        """on_credit: also called when the far side says that it has a prior. name: the far side's, for people."""
         self._open, self._address, self._on_credit, self._on_counts = open, address, on_credit, on_counts
         self._on_kept = on_kept
+        self._tracer, self._lane = tracer or Tracer(), f"uplink to {name}"
         self._announced = b""
         self.answered = False  # whether the far side has said anything
         self.knows = b""  # the prior that the far side last said it has
@@ -187,8 +191,9 @@ class Downstream:
         pending = _Pending(offer, loop.create_future(), loop.create_future())
         self._pending[key] = pending
         try:
-            await sender.send(pb.LinkMessage(offer=offer), Priority.FORWARD)
-            answer = await self._within(_ANSWER_S, pending.answer, "answer an offer")
+            with self._tracer.phase("waiting", "offer", offer.id, offer.hop):
+                await sender.send(pb.LinkMessage(offer=offer), Priority.FORWARD)
+                answer = await self._within(_ANSWER_S, pending.answer, "answer an offer")
             if answer.verdict == pb.Answer.VERDICT_BUSY:
                 raise Busy(answer.reason[:_TEXT])
             if answer.verdict == pb.Answer.VERDICT_NO_PRIOR and offer.hidden.prior:
@@ -198,10 +203,14 @@ class Downstream:
             if answer.verdict != pb.Answer.VERDICT_ACCEPTED:
                 raise _Unclear(f"verdict {answer.verdict}")
             assert cargo.frame is not None
-            for chunk in split(offer.id, offer.hop, cargo.frame.payload):
-                await sender.send(pb.LinkMessage(chunk=chunk), Priority.FORWARD)
+            payload, lane = cargo.frame.payload, self._lane
+            handed = self._tracer.sending(lane, offer.id, offer.hop, len(payload), "forward")
+            for chunk in split(offer.id, offer.hop, payload):
+                await sender.send(pb.LinkMessage(chunk=chunk), Priority.FORWARD, handed)
+            del payload
             cargo.frame = None
-            return await self._within(_RESULT_S, pending.result, "return a microbatch")
+            with self._tracer.phase("away", "away", offer.id, offer.hop):
+                return await self._within(_RESULT_S, pending.result, "return a microbatch")
         except (asyncio.CancelledError, _TooLate, _Unclear):
             # Behind its own offer, never before it. Should the replica accept after all, it must not keep the place.
             sender.post(pb.LinkMessage(cancel=pb.Cancel(id=offer.id, hop=offer.hop)), Priority.FORWARD)

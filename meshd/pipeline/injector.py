@@ -79,12 +79,13 @@ class Injector:
             while not self.stopping and not (self.done and self._in_flight == 0):
                 if not self._may_inject():
                     self._room.clear()
-                    try:
-                        # Other origins commit too: look again even if nothing of ours comes back.
-                        async with asyncio.timeout(1.0):
-                            await self._room.wait()
-                    except TimeoutError:
-                        pass
+                    with self._stage.tracer.phase("waiting", "wait for room in flight"):
+                        try:
+                            # Other origins commit too: look again even if nothing of ours comes back.
+                            async with asyncio.timeout(1.0):
+                                await self._room.wait()
+                        except TimeoutError:
+                            pass
                     continue
                 if self._pause_s:
                     await self._stage.clock.sleep(self._pause_s)

@@ -59,6 +59,7 @@ class Onward:
             self._soon,
             stage.clock,
             stage.metrics,
+            stage.tracer,
         )
 
     async def run(self) -> None:
@@ -245,12 +246,13 @@ class Onward:
                 pb.Drop.REASON_NO_ROUTE, f"no replica of stage {stage} took it ({why})", trip.partial
             )
         self.waiting_for = f"a replica of stage {stage}"
-        if trip.refused:
-            # All that can be asked said no: what they lack (a snapshot, their own way onward) takes time to come.
-            await self._stage.clock.sleep(_LOOK_S)
-            trip.refused.clear()
-        else:
-            await self._soon()
+        with self._stage.tracer.phase("waiting", "wait for a replica", trip.id, trip.hop):
+            if trip.refused:
+                # All that can be asked said no: what they lack (a snapshot, their own way onward) takes time to come.
+                await self._stage.clock.sleep(_LOOK_S)
+                trip.refused.clear()
+            else:
+                await self._soon()
         self.waiting_for = ""
 
     async def _soon(self) -> None:
@@ -265,7 +267,7 @@ class Onward:
     def _offer(self, trip: _Trip) -> pb.Offer:
         assert trip.cargo.frame is not None
         return pb.Offer(
-            id=pb.MicrobatchId(origin=trip.origin, sequence=trip.sequence, attempt=trip.attempt),
+            id=trip.id,
             hop=trip.hop,
             batch=trip.work.wire,
             hidden=trip.cargo.frame.header,
@@ -292,7 +294,13 @@ class Onward:
             self._debts.kept(replica.peer_id, message.incarnation, message.upto)
 
         link = Downstream(
-            opening, replica.address, lambda: self._credit(replica.peer_id), self._stage.counter.merge, kept
+            opening,
+            replica.address,
+            lambda: self._credit(replica.peer_id),
+            self._stage.counter.merge,
+            kept,
+            self._stage.tracer,
+            replica.name,
         )
         if self._stage.runtime.crossings[hop - 1].prior is not None:
             link.announce(self.author.current(hop - 1))
@@ -333,6 +341,10 @@ class _Trip:
     troubled_since: float | None = None
     unprepared_since: float | None = None
     refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def id(self) -> pb.MicrobatchId:
+        return pb.MicrobatchId(origin=self.origin, sequence=self.sequence, attempt=self.attempt)
 
 
 async def _made(trip: _Trip, frame: Awaitable[Frame]) -> Frame:

@@ -16,6 +16,7 @@ from meshd.data.microbatch import Microbatch
 from meshd.errors import MeshdError, MismatchError
 from meshd.model.loss import token_loss
 from meshd.model.stage import StageModel, check_shapes
+from meshd.observe.trace import Tracer
 from meshd.optim.corrector import corrector_named, decoder_matrix
 from meshd.optim.inner import InnerOptimizer, StepReport
 from meshd.optim.schedule import StepGate, learning_rate
@@ -119,6 +120,8 @@ class StageRuntime:
         self.finished = False
         self.correction: Correction | None = None
         """What the next steps are corrected with. Swapped by whoever merges priors, at any time and in any thread."""
+        self.tracer = Tracer()
+        """Off, unless whoever drives the stage gives another."""
         self._corrector = corrector_named(run.spec.anchors.corrector)
         self._gate = StepGate(run.spec.batch_tokens)
         # With a ring, stage 0 sees a microbatch's gradient twice; its tokens count once, when they come back last.
@@ -247,7 +250,9 @@ class StageRuntime:
             tokens = work.batch.label_tokens
             self.optimizer.added(tokens)
             if self._gate.add(tokens, pace.live_replicas):
-                step, corrected = self._step(pace)
+                # In a lane of its own beside the job that it is a part of.
+                with self.tracer.phase("inner step", "step"):
+                    step, corrected = self._step(pace)
         return Returned(draft, step, self.keeping.added, corrected=corrected)
 
     def _step(self, pace: Pace) -> tuple[StepReport, Corrected | None]:

@@ -71,20 +71,21 @@ class Pipeline:
 
         Raises Dropped when it is not coming back.
         """
-        runtime, run = self.stage.runtime, self.stage.worker.run
+        runtime, run, phase = self.stage.runtime, self.stage.worker.run, self.stage.tracer.phase
         pace = self._pace()
         if self.stage.hops[hop].head:
 
             async def head() -> tuple[float, Returned]:
-                hidden = await self._hidden(hop, work)
-                return await run(lambda: runtime.head(hop, work, hidden, pace), worker.FORWARD)
+                hidden = await self._hidden(hop, id, work)
+                computing = phase("device", "head", id, hop)
+                return await run(lambda: runtime.head(hop, work, hidden, pace), worker.FORWARD, computing)
 
             loss, returned = await self._computed(head(), partial=False)
         else:
 
             def frame(safe: bool) -> Awaitable[Frame]:
                 return self._encoded(
-                    hop, work, lambda hidden: runtime.forward(hop, work, hidden, safe), worker.FORWARD
+                    hop, id, work, lambda hidden: runtime.forward(hop, work, hidden, safe), worker.FORWARD
                 )
 
             passed, sender = await self._onward.carry(hop + 1, id, work, frame)
@@ -94,9 +95,15 @@ class Pipeline:
             loss, pace = passed.loss, self._pace()
 
             async def backward() -> Returned:
-                hidden = await self._hidden(hop, work)
-                readied = await asyncio.to_thread(read, gradient, runtime.returning(hop, work))
-                return await run(lambda: runtime.backward(hop, work, hidden, readied, pace), worker.BACKWARD)
+                hidden = await self._hidden(hop, id, work)
+                decoding = phase("coder", "decode gradient", id, hop, bytes=len(gradient.payload))
+                readied = await asyncio.to_thread(
+                    decoding.around, read, gradient, runtime.returning(hop, work)
+                )
+                computing = phase("device", "backward", id, hop)
+                return await run(
+                    lambda: runtime.backward(hop, work, hidden, readied, pace), worker.BACKWARD, computing
+                )
 
             try:
                 returned = await self._computed(backward(), partial=True)
@@ -108,26 +115,37 @@ class Pipeline:
         self._returned(hop, returned, work.batch.label_tokens)
         if returned.gradient is None:
             return Passed(loss, None, returned.addition, self.stage.incarnation)
-        back = await asyncio.to_thread(returned.gradient.frame)
+        encoding = phase("coder", "encode gradient", id, hop)
+        back = await asyncio.to_thread(encoding.around, returned.gradient.frame)
         self.stage.metrics.count("gradient_sent_bytes", len(back.payload))
         return Passed(loss, back, returned.addition, self.stage.incarnation)
 
-    async def _hidden(self, hop: int, work: Work) -> Readied | None:
+    async def _hidden(self, hop: int, id: pb.MicrobatchId, work: Work) -> Readied | None:
         """The hop's input after the CPU half of decoding: entropy decoders must not keep the device waiting. From the
         frame at each use, for what is stored meanwhile should be as small as what crossed."""
         if work.frame is None:
             return None
-        return await asyncio.to_thread(read, work.frame, self.stage.runtime.incoming(hop, work))
+        decoding = self.stage.tracer.phase("coder", "decode", id, hop, bytes=len(work.frame.payload))
+        return await asyncio.to_thread(
+            decoding.around, read, work.frame, self.stage.runtime.incoming(hop, work)
+        )
 
     async def _encoded(
-        self, hop: int, work: Work, compute: Callable[[Readied | None], Draft], priority: int
+        self,
+        hop: int,
+        id: pb.MicrobatchId,
+        work: Work,
+        compute: Callable[[Readied | None], Draft],
+        priority: int,
     ) -> Frame:
         """What a hop sends on: its input decoded, the device's part by `compute`, the frame written. Raises Dropped."""
 
         async def made() -> Frame:
-            hidden = await self._hidden(hop, work)
-            draft = await self.stage.worker.run(lambda: compute(hidden), priority)
-            return await asyncio.to_thread(draft.frame)
+            hidden = await self._hidden(hop, id, work)
+            computing = self.stage.tracer.phase("device", "forward", id, hop)
+            draft = await self.stage.worker.run(lambda: compute(hidden), priority, computing)
+            encoding = self.stage.tracer.phase("coder", "encode", id, hop)
+            return await asyncio.to_thread(encoding.around, draft.frame)
 
         return await self._computed(made(), partial=False)
 
@@ -142,8 +160,11 @@ class Pipeline:
         if self.stage.hops[hop].head:
 
             async def score() -> tuple[float, int]:
-                hidden = await self._hidden(hop, work)
-                return await run(lambda: runtime.score(hop, work, hidden, model), worker.BACKGROUND)
+                hidden = await self._hidden(hop, id, work)
+                computing = self.stage.tracer.phase("device", "head", id, hop)
+                return await run(
+                    lambda: runtime.score(hop, work, hidden, model), worker.BACKGROUND, computing
+                )
 
             evaluated = Evaluated(*await self._computed(score(), partial=False))
             self.stage.metrics.count("evaluations_scored")
@@ -151,7 +172,11 @@ class Pipeline:
 
         def frame(safe: bool) -> Awaitable[Frame]:
             return self._encoded(
-                hop, work, lambda hidden: runtime.forward_frozen(hop, work, hidden, model), worker.BACKGROUND
+                hop,
+                id,
+                work,
+                lambda hidden: runtime.forward_frozen(hop, work, hidden, model),
+                worker.BACKGROUND,
             )
 
         result, _ = await self._onward.carry(hop + 1, id, work, frame, evaluate=watermark + 1)

@@ -10,6 +10,7 @@ from meshd.clock import Clock
 from meshd.model.cut import Hop, hops
 from meshd.model.stage import StageModel
 from meshd.observe.metrics import Metrics
+from meshd.observe.trace import Tracer
 from meshd.optim.inner import StepReport
 from meshd.optim.schedule import TokenCounter
 from meshd.pipeline import worker
@@ -64,8 +65,10 @@ class Stage:
     clock: Clock
     metrics: Metrics
     rng: random.Random
+    tracer: Tracer = field(default_factory=Tracer)
     hops: list[Hop] = field(init=False)
 
     def __post_init__(self) -> None:
         resolved = self.runtime.run.resolved
         self.hops = hops(resolved.layers, resolved.cut, resolved.tied)
+        self.runtime.tracer = self.tracer

@@ -194,6 +194,7 @@ class _Link:
 
     def __init__(self, intake: Intake, duplex: Duplex[pb.LinkMessage], open: pb.LinkOpen) -> None:
         self.name = open.name[:64] or open.peer_id[-8:]
+        self._lane = f"uplink to {self.name}"
         self._peer_id, self._hop = open.peer_id, open.hop
         self._intake, self._pipeline, self._duplex = intake, intake.pipeline, duplex
         self._sender = PrioritySender(duplex)
@@ -376,8 +377,10 @@ class _Link:
             addition=passed.addition,
         )
         await self._sender.send(pb.LinkMessage(gradient=header), Priority.BACKWARD)
-        for chunk in split(offer.id, offer.hop, passed.gradient.payload):
-            await self._sender.send(pb.LinkMessage(chunk=chunk), Priority.BACKWARD)
+        payload, tracer = passed.gradient.payload, self._pipeline.stage.tracer
+        handed = tracer.sending(self._lane, offer.id, offer.hop, len(payload), "backward")
+        for chunk in split(offer.id, offer.hop, payload):
+            await self._sender.send(pb.LinkMessage(chunk=chunk), Priority.BACKWARD, handed)
 
     def _drop(self, offer: pb.Offer, dropped: Dropped) -> None:
         drop = pb.Drop(

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from meshd.errors import NetworkError
+from meshd.observe.trace import Phase, Tracer
 from meshd.pipeline import heap
 from meshd.pipeline.exhaustion import out_of_memory
 
@@ -25,6 +26,8 @@ T = TypeVar("T")
 # Lower runs first. Gossip only reads and moves a segment of values, in milliseconds, while a partner waits: behind the
 # work of a device that is always busy, partners would give each other up.
 GOSSIP, BACKWARD, FORWARD, BACKGROUND = 0, 1, 2, 3
+# What jobs are called in a trace when their callers give them no phase.
+_CALLED = {GOSSIP: "gossip", BACKWARD: "backward", FORWARD: "forward", BACKGROUND: "background"}
 # Later jobs that may overtake one of the next lower priority: without a bound, a device that is always busy would never
 # get to take a snapshot.
 _HEAD_START = 16
@@ -35,7 +38,8 @@ _Job = tuple[int, int, Callable[[], Any] | None, Future[Any] | None]
 class DeviceWorker:
     """Runs functions one at a time in its own thread, by priority, then in order of arrival."""
 
-    def __init__(self, name: str = "device") -> None:
+    def __init__(self, name: str = "device", tracer: Tracer | None = None) -> None:
+        self._tracer = tracer or Tracer()
         self._queue: queue.PriorityQueue[_Job] = queue.PriorityQueue()
         self._order = itertools.count()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -59,13 +63,17 @@ class DeviceWorker:
         """Jobs in the queue."""
         return self._queue.qsize()
 
-    async def run(self, call: Callable[[], T], priority: int = BACKGROUND) -> T:
+    async def run(self, call: Callable[[], T], priority: int = BACKGROUND, phase: Phase | None = None) -> T:
         """Run `call` in the device's thread; its result or exception is this coroutine's. When memory ran out in it,
-        that is an OutOfMemory, and what the call held is free by then.
+        that is an OutOfMemory, and what the call held is free by then. phase: what it is in a trace.
 
         Cancelling takes a waiting job out of the queue; one that runs already runs to its end.
         """
-        return await asyncio.get_running_loop().run_in_executor(_Lane(self, priority), call)
+        lane = _Lane(self, priority)
+        if not self._tracer.on:
+            return await asyncio.get_running_loop().run_in_executor(lane, call)
+        phase = phase or self._tracer.phase("device", _CALLED[priority])
+        return await asyncio.get_running_loop().run_in_executor(lane, phase.around, call)
 
     def submit(self, call: Callable[[], T], priority: int) -> Future[T]:
         """Queue a call; for `run`. Raises NetworkError once the block has ended: a peer's request may come late."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Generic, TypeVar
 
@@ -39,6 +40,7 @@ class PrioritySender(Generic[M]):
         """max_bytes: bound of what waits, per priority: a full queue of activations must not hold up a gradient."""
         self._duplex = duplex
         self._queues: list[ByteQueue[M]] = [ByteQueue(max_bytes) for _ in Priority]
+        self._handed: dict[int, Callable[[M], None]] = {}  # by id of the message, which waits
         self._filled = asyncio.Event()
         self._closed = False
 
@@ -52,9 +54,14 @@ class PrioritySender(Generic[M]):
         """Messages of the highest priority that wait: `post` does not bound them, who posts on request must."""
         return len(self._queues[Priority.CONTROL])
 
-    async def send(self, message: M, priority: Priority) -> None:
-        """Queue one message, waiting while its priority holds `max_bytes`. Raises LinkLost once the stream broke."""
+    async def send(self, message: M, priority: Priority, handed: Callable[[M], None] | None = None) -> None:
+        """Queue one message, waiting while its priority holds `max_bytes`. Raises LinkLost once the stream broke.
+
+        handed: called once the message was handed to the stream.
+        """
         await self._queues[priority].put(message, checked_size(message))
+        if handed is not None:
+            self._handed[id(message)] = handed
         self._filled.set()
 
     def post(self, message: M, priority: Priority = Priority.CONTROL) -> None:
@@ -99,3 +106,5 @@ class PrioritySender(Generic[M]):
         if message is not None:
             await self._duplex.send(message)
             queue.pop()
+            if self._handed and (handed := self._handed.pop(id(message), None)) is not None:
+                handed(message)

@@ -192,6 +192,7 @@ class Swarm:
     tasks: asyncio.TaskGroup
     peers: dict[str, Peer] = field(default_factory=dict)
     running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    traces: Path | None = None  # of the peers started from then on
 
     def folder(self, name: str) -> Path:
         return self.operator_folder if name == "seed" else self.root / name
@@ -208,7 +209,10 @@ class Swarm:
     ) -> Peer:
         """Start a peer. knows_run: it has the run spec already, as the operator's has. clock, run_id: when its own
         differ from the swarm's. offload: as an anchor."""
-        config = PeerConfig(role=role, stage=stage, name=name, device="cpu", drain_s=20.0, offload=offload)
+        trace = str(self.traces / f"{name}.json") if self.traces else ""
+        config = PeerConfig(
+            role=role, stage=stage, name=name, device="cpu", drain_s=20.0, offload=offload, trace=trace
+        )
         # Anchors sign what they publish; of others the name tells enough.
         identity = Identity.load_or_create(self.folder(name) / "identity")[0] if role == "anchor" else None
         me = Self(

@@ -171,3 +171,9 @@ def test_a_link_is_shaped_as_the_file_says(tmp_path: Path) -> None:
     link = load_peer_config(path, {"link": "meshd:run@/ip4/192.0.2.1"}).link  # the argument of `meshd join`
     assert (link.delay_ms, link.jitter_ms, link.rate_bps) == (40.0, 0.0, 20_000_000)
     assert load_peer_config().link.rate_bps == 0
+
+
+def test_a_trace_is_written_beside_the_file_that_names_it(tmp_path: Path) -> None:
+    path = write(tmp_path, 'trace = "traces/a0.json"\n', "peer.toml")
+    assert load_peer_config(path).trace == str(tmp_path / "traces" / "a0.json")
+    assert load_peer_config().trace == ""

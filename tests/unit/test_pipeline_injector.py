@@ -12,6 +12,7 @@ from pipeline_helpers import ROWS, TOKENS, make_batch, make_run
 
 from meshd.data.microbatch import Microbatch
 from meshd.observe.metrics import Metrics
+from meshd.observe.trace import Tracer
 from meshd.optim.schedule import TokenCounter
 from meshd.pipeline import injector as injector_module
 from meshd.pipeline.downstream import Passed
@@ -52,6 +53,7 @@ class Pipeline:
             incarnation=1,
             clock=clock,
             metrics=Metrics(clock),
+            tracer=Tracer(),
         )
         self.dropping = dropping
 
