@@ -294,12 +294,13 @@ def swarm(
     """Run a whole swarm on this machine: separate processes, supervised, from start to exported checkpoint."""
     prepare_environment(threads=0)
     from meshd.swarm.main import SwarmOptions, run_swarm
+    from meshd.swarm.replicas import replicas_of
 
     spec = load_run_spec(run_file)
     options = SwarmOptions(
         run_file=run_file.absolute(),
         spec=spec,
-        replicas=_replicas(replicas, spec),
+        replicas=replicas_of(replicas, spec.model.stages),
         anchors=anchors,
         directory=(directory or Path("runs") / spec.name).absolute(),
         threads=threads,
@@ -400,20 +401,3 @@ def _given(arguments: Mapping[str, object]) -> dict[str, object]:
         for name, value in arguments.items()
         if name in PeerConfig.model_fields and value is not None
     }
-
-
-def _replicas(text: str | None, spec: RunSpec) -> tuple[int, ...]:
-    """`1,2,1` as one count per stage. Raises ConfigError."""
-    stages = spec.model.stages
-    if text is None:
-        return (1,) * stages
-    example = ",".join(["1", "2", "1"][:stages] if stages <= 3 else ["1"] * stages)
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) >= 1 for part in parts):
-        raise ConfigError(
-            "--replicas", text, "not a list of counts of 1 or more", f"write --replicas {example}"
-        )
-    if len(parts) != stages:
-        fix = f"write one count per stage, such as --replicas {example}"
-        raise ConfigError("--replicas", text, f"{len(parts)} counts for {stages} stages", fix)
-    return tuple(int(part) for part in parts)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +11,7 @@ from rich.console import Console
 from meshd.clock import Clock, SystemClock
 from meshd.config.runspec import RunSpec
 from meshd.errors import MeshdError, ResourceError
+from meshd.swarm.interrupt import stopped_by_signals
 from meshd.swarm.report import SwarmReport, continuation, plot
 from meshd.swarm.supervisor import Supervisor, SwarmPlan
 from meshd.swarm.view import LiveView, PlainView, View
@@ -63,37 +61,13 @@ async def run_swarm(options: SwarmOptions) -> int:
 
 
 async def supervise(plan: SwarmPlan, transport: Transport, clock: Clock, view: View) -> SwarmReport:
-    """Run `plan` under `view`. The first SIGINT or SIGTERM stops it in order (CancelledError), a second at once."""
+    """Run `plan` under `view`. The first SIGINT, SIGTERM or SIGHUP stops it in order (CancelledError), a second at
+    once."""
     supervisor = Supervisor(plan, transport, clock, view.tell)
-    with view, _signals(supervisor, view):
+    stopping = "stopping: peers save their state and leave"
+    with view, stopped_by_signals(supervisor.hurry, view.tell, stopping):
         outcome = await supervisor.run(view.status)
     return SwarmReport.of(outcome.status, outcome.elapsed_s, outcome.restarts, plan.checkpoint)
-
-
-@contextmanager
-def _signals(supervisor: Supervisor, view: View) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-    task = asyncio.current_task()
-    assert task is not None
-    asked = False
-
-    def stop() -> None:
-        nonlocal asked
-        if asked:
-            supervisor.hurry.set()
-        else:
-            view.tell("stopping: peers save their state and leave; once more to stop at once")
-            task.cancel()
-        asked = True
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    for number in numbers:
-        loop.add_signal_handler(number, stop)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
 
 
 def _finish(options: SwarmOptions, report: SwarmReport) -> None:

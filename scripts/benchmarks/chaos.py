@@ -62,10 +62,12 @@ def options() -> argparse.Namespace:
 def measure(given: argparse.Namespace) -> int:
     from meshd.swarm.chaos.main import ChaosOptions, run_chaos
     from meshd.swarm.chaos.verdict import bars, detections, noticing, rows, table
+    from meshd.swarm.replicas import replicas_of
 
+    spec = load_run_spec(given.spec)
     chosen = ChaosOptions(
-        load_run_spec(given.spec),
-        tuple(int(count) for count in given.replicas.split(",")),
+        spec,
+        replicas_of(given.replicas, spec.model.stages),
         given.directory.absolute(),
         given.duration,
         given.period,

@@ -141,8 +141,6 @@ def lab(replicas: tuple[int, ...]) -> LabOptions:
 
 def test_peers_that_do_not_fit_the_run_are_refused() -> None:
     assert lab((2, 3)).replicas == (2, 3)
-    with pytest.raises(ConfigError, match="3 counts for 2 stages"):
-        lab((1, 1, 1))
     with pytest.raises(ConfigError, match="200 at most"):
         lab((100, 100))
 
@@ -152,8 +150,6 @@ def test_peers_that_do_not_fit_the_run_are_refused() -> None:
     [
         (["--rate", "20mb"], "is not a rate: write 500kbit"),
         (["--up", "1bit"], "out of range: 10kbit"),
-        (["--replicas", "1,0"], "every stage needs a peer"),
-        (["--replicas", "1,a"], "not a whole number"),
         (["--seconds", "-1"], "not a number of seconds"),
         (["--seconds", "nan"], "not a number of seconds"),
         (["--seconds", "1", "--tokens", "1"], "not allowed with"),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from meshd.clock import SystemClock
 from meshd.config.runspec import RunSpec
-from meshd.errors import ConfigError, ungrouped
+from meshd.errors import ungrouped
 from meshd.state.disk import disk_faults
 from meshd.state.lock import lock_state_dir
 from meshd.swarm.chaos.faults import KINDS, Fault, schedule
@@ -49,15 +49,6 @@ class ChaosOptions:
     undisturbed: int
     cut: bool = True
     threads: int = 1
-
-    def __post_init__(self) -> None:
-        if len(self.replicas) != self.spec.model.stages:
-            raise ConfigError(
-                "--replicas",
-                ",".join(map(str, self.replicas)),
-                f"{len(self.replicas)} counts for {self.spec.model.stages} stages",
-                "write one count per stage of the run spec",
-            )
 
 
 async def run_chaos(options: ChaosOptions, tell: Callable[[str], None]) -> tuple[Scored, list[Scored]]:

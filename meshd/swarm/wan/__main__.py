@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("run_file", type=Path, metavar="RUN.toml", help="the run spec")
     made.add_argument(
-        "--replicas", type=_counts, metavar="N,N,...", help="peers of each stage, besides the seed (one each)"
+        "--replicas", metavar="N,N,...", help="peers of each stage, besides the seed (one each)"
     )
     made.add_argument("--anchors", type=_natural, default=0, help="anchors besides (0)")
     made.add_argument("--rate", type=rate, default=0, help="of every link, both ways: 20mbit, 500kbit (none)")
@@ -56,13 +56,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--threads", type=_natural, default=1, help="torch threads of each process (1)")
     made.add_argument("--directory", type=Path, help="state and logs (runs/NAME-wan)")
     return made
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    counts = tuple(_natural(part) for part in text.split(","))
-    if 0 in counts:
-        raise argparse.ArgumentTypeError(f"{text!r}: every stage needs a peer")
-    return counts
 
 
 def _natural(text: str) -> int:
@@ -101,6 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace, console: Console, tell: Callable[[str], None]) -> int:
+    from meshd.swarm.replicas import replicas_of
     from meshd.swarm.wan.lab import LabOptions, run_lab
     from meshd.swarm.wan.rates import Link
 
@@ -121,7 +115,7 @@ def _run(given: argparse.Namespace, console: Console, tell: Callable[[str], None
         given.run_file.absolute(),
         spec,
         directory,
-        given.replicas or (1,) * spec.model.stages,
+        replicas_of(given.replicas, spec.model.stages),
         link,
         shaped,
         given.warmup,

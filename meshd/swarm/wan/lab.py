@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from meshd.config.runspec import RunSpec
 from meshd.errors import ConfigError, MeshdError, ungrouped
 from meshd.proto import meshd_pb2 as pb
 from meshd.state.disk import disk_faults
+from meshd.swarm.interrupt import stopped_by_signals
 from meshd.swarm.process import Child, log_tail
 from meshd.swarm.supervisor import SEED, Supervisor, SwarmPlan
 from meshd.swarm.wan.names import Owner
@@ -45,13 +45,6 @@ class LabOptions:
     start_s: float = 600.0
 
     def __post_init__(self) -> None:
-        if len(self.replicas) != self.spec.model.stages:
-            raise ConfigError(
-                "--replicas",
-                ",".join(map(str, self.replicas)),
-                f"{len(self.replicas)} counts for {self.spec.model.stages} stages",
-                "write one count per stage of the run spec",
-            )
         if 1 + sum(self.replicas) + self.anchors > MAX_PEERS:
             raise ConfigError("--replicas", sum(self.replicas), "too many peers", f"{MAX_PEERS} at most")
 
@@ -73,7 +66,7 @@ async def run_lab(options: LabOptions, tell: Callable[[str], None]) -> Result:
     """Build, run, measure, take away. The first SIGINT, SIGTERM or SIGHUP stops it in order (CancelledError), a second
     one at once. Raises MeshdError."""
     hurry = asyncio.Event()
-    with _signals(hurry, tell):
+    with stopped_by_signals(hurry, tell, "stopping"):
         if cleared := clear_leftovers():
             tell(f"cleared what a killed lab had left: {', '.join(sorted(cleared))}")
         await _prepare(options, hurry, tell)
@@ -201,28 +194,3 @@ def _environment(**values: str) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def _signals(hurry: asyncio.Event, tell: Callable[[str], None]) -> Iterator[None]:
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    asked = False
-
-    def stop() -> None:
-        nonlocal asked
-        if asked:
-            hurry.set()
-        else:
-            tell("stopping; once more to stop at once")
-            task.cancel()
-        asked = True
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    for number in numbers:
-        loop.add_signal_handler(number, stop)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
